@@ -45,7 +45,7 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINER_LAYERS = (
-    {"step_flags", "progress", "warning_log", "device", "train_accuracy"},
+    {"progress", "warning_log", "device", "train_accuracy"},
     {"step_times", "replica_consistency", "errors"},
     {"callback"},
     {"pruning", "step_reader"},
@@ -53,7 +53,7 @@ TRAINER_LAYERS = (
     {"after_evaluation", "diagnostics", "builders"},
     {"resume", "out_of_memory"},
     {"evaluation_loop", "train_step"},
-    {"callbacks", "sanity_check", "results"},
+    {"callbacks", "results"},
     {"trainer", "build_callbacks"},
     {"build_trainer"},
     {"__init__"},

@@ -13,7 +13,7 @@ depends on these is reported and not raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.data.iterable_loader import IterableData
 from launcher.data.seeding import seed_evaluation
 from launcher.data.sources import FIRST, Readable
@@ -28,10 +29,11 @@ from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine.async_work import all_reduce
-from launcher.errors import DataError, counted
+from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
+from launcher.recipe.checks import MONITOR, refuse_unknown_metric
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
 
@@ -179,6 +181,34 @@ def evaluate(
         int(total.unreadable),
         found.confusion,
     )
+
+
+def monitored_metric(
+    monitor: str | None, evaluations: Mapping[str, Evaluation], key: str = MONITOR
+) -> MonitoredMetric:
+    """The value named by `monitor`. None stands for the accuracy if it was measured, else the loss.
+
+    A name such as SET/METRIC selects a set; without one it is the first.
+
+    Raises ConfigError, which begins with `key`, for an unknown name and for a metric without
+    higher_is_better. All ranks hold the same evaluation, so all ranks raise or none.
+    """
+    first = next(iter(evaluations.values()))
+    refuse_unknown_metric(key, monitor, first.metrics, evaluations)
+    full_name = monitor or ("accuracy" if first.higher_is_better.get("accuracy") else "val_loss")
+    evaluation, name = first, full_name
+    prefix, slash, rest = full_name.partition("/")
+    if slash and prefix in evaluations:
+        evaluation, name = evaluations[prefix], rest
+    if name == "val_loss":
+        return MonitoredMetric(full_name, evaluation.loss, lower_is_better=True)
+    higher = evaluation.higher_is_better[name]
+    if higher is None:
+        raise ConfigError(
+            f"{key}={name}: its metric does not declare which way is better. Set higher_is_better in its "
+            f"class: True, False, or a mapping such as {{{name!r}: True}}."
+        )
+    return MonitoredMetric(full_name, evaluation.metrics[name], lower_is_better=not higher)
 
 
 @contextmanager

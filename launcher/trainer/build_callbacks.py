@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.distributed.preflight import RankInfo
 from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import Callback
@@ -28,12 +29,11 @@ from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.nonfinite_inspector import NonFiniteInspector
-from launcher.trainer.resume import RunCheckpoints
 
 
 def build_callbacks(
     context: TrainContext,
-    saved: RunCheckpoints,
+    checkpointer: Checkpointer,
     micro_batch: MicroBatch,
     weights: PretrainedWeights,
     peers: Sequence[RankInfo],
@@ -74,6 +74,6 @@ def build_callbacks(
         # Its result is that of the whole run: it ends the measurement.
         Energy(gpus),
         # Last: it saves the state of all others after a step, and may end the run there.
-        CheckpointCallback(context, saved),
+        CheckpointCallback(context, checkpointer),
     ]
     return [each for each in found if each is not None]

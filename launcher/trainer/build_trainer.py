@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from launcher.checkpoint.catalog import FOLDER
+from launcher.checkpoint.checkpointer import Checkpointer
+from launcher.checkpoint.run_state import RunIdentity
 from launcher.config.schema import Config
+from launcher.data.iterable_loader import IterableData
 from launcher.data.labels import Labels
 from launcher.data.seeding import derive_seed, seed_all
 from launcher.data.sources import DataSets, batch_plan, training_batches
@@ -25,7 +29,7 @@ from launcher.run_dir.records import logs_of_failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.gpu import GpuSampler
 from launcher.telemetry.tracker.registry import refuse_unknown
-from launcher.trainer import after_evaluation, results, sanity_check
+from launcher.trainer import after_evaluation, results
 from launcher.trainer.build_callbacks import build_callbacks
 from launcher.trainer.builders import build, compilation, data_check
 from launcher.trainer.builders.memory_format import choose_memory_format
@@ -34,8 +38,8 @@ from launcher.trainer.callbacks.pretrained_weights import LoadReport, Pretrained
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
 from launcher.trainer.evaluation_loop import EvaluationLoop
-from launcher.trainer.progress import ResumePoint, TrainLength
-from launcher.trainer.resume import RunCheckpoints
+from launcher.trainer.progress import TrainLength
+from launcher.trainer.resume import resume
 from launcher.trainer.train_accuracy import TrainAccuracy
 from launcher.trainer.train_step import TrainStep
 from launcher.trainer.trainer import Trainer
@@ -56,12 +60,12 @@ def build_trainer(
 ) -> Trainer:
     """A trainer that is ready for its first step, the state of a checkpoint loaded. A collective."""
     context, loaded = _build_context(config, env, telemetry, heartbeat, stop_signal)
-    saved, evaluation = RunCheckpoints(context), EvaluationLoop(context)
+    checkpointer = _build_checkpointer(context)
     micro_batch, weights = MicroBatch(context), PretrainedWeights(context, loaded)
-    context.callbacks.fill(build_callbacks(context, saved, micro_batch, weights, peers, gpus))
+    context.callbacks.fill(build_callbacks(context, checkpointer, micro_batch, weights, peers, gpus))
     heartbeat.beat("restoring")
-    start = saved.resume(launch)
-    weights.check(saved.resumed)
+    start = resume(context, checkpointer, launch)
+    weights.check(start.from_checkpoint)
     steps_left = start.step < context.length.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.halved)
@@ -70,26 +74,26 @@ def build_trainer(
     results.log_start(context, [peer.device for peer in peers], start)
     say = partial(telemetry.decision, "resume")
     transform, steps = context.recipe.train_transform, context.length.total_steps
-    context.batches = training_batches(context.data.train, context.plan, transform, steps, saved.stream, say)
-    train_step = TrainStep(context, context.model, context.recipe.loss)
-    if steps_left:
-        _try_out(context, evaluation, train_step, start)
+    context.batches = training_batches(context.data.train, context.plan, transform, steps, start.stream, say)
+    train_step, evaluation = TrainStep(context, context.model, context.recipe.loss), EvaluationLoop(context)
+    if steps_left and not start.evaluation_pending:
+        # What the run needs later, so that it does not fail at the end of an epoch.
+        evaluation.sanity_check()
+        train_step.try_smallest_batch()
+        after_evaluation.sanity_check(context, start.step)
+        heartbeat.beat("data")
     context.stepper.clock.on_mark(heartbeat.phase_setter(PHASE_AFTER))
     # After the trials, which are not compiled.
     train_step.network = compilation.compiled(config.train.compile, context.model, context.stepper)
     return Trainer(context, train_step, evaluation, start)
 
 
-def _try_out(
-    context: TrainContext, evaluation: EvaluationLoop, train_step: TrainStep, start: ResumePoint
-) -> None:
-    """Try what the run needs later, so that it does not fail at the end of an epoch."""
-    if start.evaluation_pending:
-        return
-    evaluation.sanity_check()
-    sanity_check.try_smallest_batch(context, train_step)
-    after_evaluation.sanity_check(context, start.step)
-    context.heartbeat.beat("data")
+def _build_checkpointer(context: TrainContext) -> Checkpointer:
+    config, stepper = context.config, context.stepper
+    num_samples = 0 if isinstance(context.data.train, IterableData) else context.plan.num_samples
+    identity = RunIdentity.of(config, stepper.model, num_samples)
+    folder = Path(config.run.dir) / FOLDER
+    return Checkpointer(folder, config.checkpoint.keep, context.env, stepper, context.ema, identity)
 
 
 def _build_context(

@@ -24,9 +24,8 @@ from launcher.recipe.contract import Recipe, Used
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
 from launcher.trainer.callback import CallbackList
-from launcher.trainer.progress import TrainLength
+from launcher.trainer.progress import StepFlag, TrainLength
 from launcher.trainer.pruning import SweepStopListener
-from launcher.trainer.step_flags import StepFlag
 from launcher.trainer.step_reader import StepReader
 from launcher.trainer.train_accuracy import TrainAccuracy
 

@@ -17,16 +17,21 @@ from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import counted
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.evaluate import EvalLoop, Evaluation, EvaluationStopped, evaluate, sanity_check
-from launcher.evaluation.monitored_metric import monitored_metric
+from launcher.evaluation.evaluate import (
+    EvalLoop,
+    Evaluation,
+    EvaluationStopped,
+    evaluate,
+    monitored_metric,
+    sanity_check,
+)
 from launcher.recipe.checks import MONITOR
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
-from launcher.trainer.progress import EvalOutcome, Position
-from launcher.trainer.step_flags import StepFlag
+from launcher.trainer.progress import EvalOutcome, Position, StepFlag
 
 HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import TrainConfig
+from launcher.data.batch_plan import BatchPlan
+from launcher.engine import StepReport
 from launcher.evaluation.evaluate import Evaluation
 
 
@@ -25,6 +28,8 @@ class ResumePoint:
 
     step: int = 0
     evaluation_pending: bool = False
+    from_checkpoint: bool = False
+    stream: Sequence[str] = ()  # by rank: where it stood in a stream
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,26 @@ class EvalOutcome:
     loss: float = 0.0
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)  # by set
     is_last: bool = False  # the run ends here
+
+
+class StepFlag(IntEnum):
+    """The slots of the step's all-reduce: the sum over the ranks of each."""
+
+    STOP = 0  # this and the next two are set if any rank sets them
+    SAVE = 1
+    ABORT = 2  # a checkpoint could not be written, so the run must end
+    BAD_SAMPLES = 3  # how many samples were left out
+    STREAM_END = 4  # nothing left in this pass over a stream; all ranks must set it
+    MISSING_SAMPLES = 5  # how many samples ranks lack of their shares, where a stream ends
+
+
+# Read in every step: a plain int indexes in a third of the time that an IntEnum takes.
+_BAD, _MISSING = int(StepFlag.BAD_SAMPLES), int(StepFlag.MISSING_SAMPLES)
+
+
+def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
+    """How many samples of the data set the step trained on, over all ranks.
+
+    Not `report.count`, which a loss may give in tokens, pixels or weights.
+    """
+    return plan.samples_of(position.step_of_epoch) - int(report.votes[_BAD] + report.votes[_MISSING])

@@ -16,8 +16,7 @@ from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
-from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate
-from launcher.evaluation.monitored_metric import monitored_metric
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate, monitored_metric
 from launcher.metrics import Classification, Perplexity, Regression
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics

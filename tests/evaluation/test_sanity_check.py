@@ -18,9 +18,8 @@ from launcher.data.sources import FIRST, ONLY_SET, wrap_dataset
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, RecipeError
-from launcher.evaluation.evaluate import EvalLoop, Evaluation, sanity_check
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, monitored_metric, sanity_check
 from launcher.evaluation.measuring import MetricValues
-from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
 from launcher.trainer.errors.recipe_errors import guarding

@@ -14,8 +14,7 @@ from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
-from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate
-from launcher.evaluation.monitored_metric import monitored_metric
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate, monitored_metric
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_metrics
 from tests.ranks.harness import run_ranks

@@ -104,7 +104,6 @@ SHARED = {
         "TrainContext",
         "CallbackList",
         "TrainAccuracy",
-        "RunCheckpoints",
         "Checkpointer",
         "TrainLength",
     ),

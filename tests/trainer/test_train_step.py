@@ -18,8 +18,7 @@ from launcher.data.sources import training_batches, wrap_dataset
 from launcher.engine import SGD, EngineWarning, Policy, Stepper
 from launcher.errors import DataError
 from launcher.recipe import Loss
-from launcher.trainer.progress import Position
-from launcher.trainer.step_flags import samples_of
+from launcher.trainer.progress import Position, samples_of
 from launcher.trainer.train_step import TrainStep
 from tests.models import features, loss_sum, mlp
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from launcher.errors import counted
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
-from launcher.trainer.step_flags import StepFlag
+from launcher.trainer.progress import Position, StepFlag
 
 
 class BadSampleLimit(Callback):

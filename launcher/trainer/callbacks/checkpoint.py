@@ -13,21 +13,22 @@ import shutil
 from dataclasses import asdict
 
 from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
+from launcher.checkpoint.checkpointer import Checkpointer
+from launcher.checkpoint.run_state import RunExtras, TrainProgress
 from launcher.config.messages import program
 from launcher.distributed.collectives import all_gather_str
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
 from launcher.os.signals import is_preemption
+from launcher.run_dir.differences import settings_of
 from launcher.run_dir.discarding import overrides_to_resume
 from launcher.run_dir.pruning import PruneRequest
 from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, Position, StepFlag
 from launcher.trainer.pruning import request_of_agent
 from launcher.trainer.replica_consistency import check_replicas
-from launcher.trainer.resume import RunCheckpoints
-from launcher.trainer.step_flags import StepFlag
 
 
 class CheckpointCallback(Callback):
@@ -35,10 +36,11 @@ class CheckpointCallback(Callback):
 
     name = "checkpoint"
 
-    def __init__(self, context: TrainContext, saved: RunCheckpoints) -> None:
+    def __init__(self, context: TrainContext, checkpointer: Checkpointer) -> None:
         config = context.config.checkpoint
-        self._context = context
-        self._saved, self._checkpointer = saved, saved.checkpointer
+        self._context, self._checkpointer = context, checkpointer
+        # Once: it takes 1 ms, for which each checkpoint would wait.
+        self._settings = settings_of(context.config)
         self.due = SaveSchedule(config.every_steps, config.every_s)
         self._failure = ""  # of the latest checkpoint, on rank 0
         self._best_step = -1  # of the latest checkpoint that is the best so far
@@ -150,7 +152,18 @@ class CheckpointCallback(Callback):
         # Before anything is copied: a difference between the ranks ends the run, and is never saved.
         check_replicas(self._context.stepper, self._context.ema)
         self._context.heartbeat.beat("checkpoint")
-        self._report(self._saved.save(position, None if measured is None else measured.metric))
+        metric = None if measured is None else measured.metric
+        place = self._context.batches.position()
+        extra = RunExtras(
+            self._context.callbacks.state_dict(),
+            best=self._context.best,
+            evaluated=metric is not None,
+            data=self._context.data_fingerprint,
+            settings=self._settings,
+            stream=all_gather_str(self._context.env, place) if place else None,
+        )
+        progress = TrainProgress(position.epoch, position.step, round(self._context.samples))
+        self._report(self._checkpointer.save(progress, metric, extra))
         self.due.mark_started()
         self._context.step_reader.restart_timer()
 

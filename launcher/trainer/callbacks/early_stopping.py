@@ -13,7 +13,7 @@ from typing import Any
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
-from launcher.evaluation.monitored_metric import monitored_metric
+from launcher.evaluation.evaluate import monitored_metric
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext

@@ -12,7 +12,7 @@ from typing import Any
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
-from launcher.evaluation.monitored_metric import monitored_metric
+from launcher.evaluation.evaluate import monitored_metric
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import EvalOutcome, Position

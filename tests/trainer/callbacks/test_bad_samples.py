@@ -10,8 +10,7 @@ import pytest
 from launcher.errors import DataError
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.bad_samples import BadSampleLimit
-from launcher.trainer.progress import Position
-from launcher.trainer.step_flags import StepFlag
+from launcher.trainer.progress import Position, StepFlag
 from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
 from tests.trainer.runs import context_alone

@@ -21,8 +21,7 @@ from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
 from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
-from launcher.trainer.step_flags import StepFlag
+from launcher.trainer.progress import Position, StepFlag
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 from tests.trainer.runs import context_alone
 
