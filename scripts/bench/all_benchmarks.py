@@ -31,8 +31,6 @@ from scripts.bench.interleaved import Figure, text_table
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "all.json"
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate", "lightning")
-# By itself update.py measures BERT-base and one thread too, in five processes: an hour more.
-RESNET50 = ("--models", "resnet50", "--threads", "2", "--processes", "3")
 TAIL = 2000  # characters kept of a failed benchmark's output
 
 
@@ -82,7 +80,6 @@ def benchmarks() -> list[Benchmark]:
     return [
         Benchmark("step_cost", (str(HERE / "step_cost.py"),), 900),
         Benchmark("precision_step", on_ranks("precision_step.py"), 900),
-        Benchmark("update", (str(HERE / "update.py"), *RESNET50), 1800),
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 7200),
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("accuracy", (str(HERE / "accuracy.py"),), 7200),

@@ -30,11 +30,10 @@ from launcher.recipe import registry_of
 from scripts.bench.baselines import OPTIONS, PEERS, Setup, installed
 from scripts.bench.gpu_road import tiny_net
 from scripts.bench.gpu_session import SKIPPED
+from scripts.bench.gpu_update import Copy, FusedAlone, Ours
 from scripts.bench.ours import OPTIMIZERS
 from scripts.bench.shapes import bert_shapes, tiny_shapes
 from scripts.bench.transformers_in_torch import bert_base, gpt_small, tiny_transformer
-from scripts.bench.update import Ours
-from scripts.bench.update_baselines import Copy, FusedAlone
 
 Step = Callable[[], object]
 BYTES_PER_PHOTOGRAPH = 90e6  # what ResNet-50 keeps of one in fp32 for its backward pass; a test counts it

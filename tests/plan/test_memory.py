@@ -58,7 +58,7 @@ def allocated_bytes(config: Config) -> int:
 
 
 RECOMPUTING = "train.activation_checkpointing=true"
-# Not networks of small convolutions: of these the copies that a CPU makes are above a tenth.
+# Not networks of few small tensors: the copies that a CPU makes for convolutions are not counted.
 RECIPES = [
     ("recipe=resnet18",),
     ("recipe=resnet18", "data.batch_size=16", "precision=amp_fp16", *SMALL),
