@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 Shapes = dict[str, torch.Size]
@@ -82,11 +80,3 @@ def norm(name: str, width: int) -> Shapes:
 
 def linear(name: str, out: int, width: int) -> Shapes:
     return {f"{name}.weight": torch.Size((out, width)), f"{name}.bias": torch.Size((out,))}
-
-
-MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
-    "resnet50": (resnet50_shapes, 25_557_032),
-    "bert_base": (bert_base_shapes, 109_482_240),
-    "mlp": (mlp_shapes, 2_913_290),
-    "tiny": (tiny_shapes, 29_080),
-}
