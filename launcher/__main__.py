@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from launcher.os import signals
 
-    signals.install_startup_handlers()
+    signals.ignore_saving_signals()
     from launcher.os import lifetime, stdio
 
     stdio.prepare()

@@ -191,17 +191,11 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def install_startup_handlers() -> None:
-    """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
-    # Before the config is read. To save is no request while there is nothing to save.
-    for number in SAVING:
-        signal.signal(number, signal.SIG_IGN)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return  # torchrun reports it, and a handler would have to wait for store calls
-    for number in set(STOPPING) - {signal.SIGINT} | set(SAVING if save_means_stop("auto") else ()):
-        # nohup ignores SIGHUP
-        if number in SAVING or signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, exit_early)
+def ignore_saving_signals() -> None:
+    """Until a job installs its handlers there is nothing to save; a scheduler's request is one to stop."""
+    if not save_means_stop("auto"):
+        for number in SAVING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def reset_handlers() -> None:
@@ -210,23 +204,8 @@ def reset_handlers() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-    install_startup_handlers()
+    ignore_saving_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-
-
-def exit_early(number: int, frame: FrameType | None) -> None:
-    """The handler before a run: exit as the signal would, with a reason.
-
-    An exception might not pass through an import.
-    """
-    text = (
-        f"error: stopped by {signal.Signals(number).name} while nothing was trained; no progress is lost. "
-        "To start or resume, run the same command again.\n"
-    )
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
-    kill_self_with(number)
-    os._exit(128 + number)
 
 
 def ignore_sigterm_of_torchrun() -> None:

@@ -127,26 +127,6 @@ def test_a_request_to_save_during_the_start_kills_nothing() -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_during_the_start_has_a_reason(number) -> None:
-    process = subprocess.Popen(START, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for_handler(process, number, "SigCgt")
-    process.send_signal(number)
-    (line,) = process.communicate()[1].splitlines()
-    assert line.startswith(f"error: stopped by {number.name} while nothing was trained;")
-    assert process.returncode == 128 + number
-
-
-@pytest.mark.slow
-def test_a_hangup_that_is_ignored_stops_no_start() -> None:
-    """As nohup asks for."""
-    process = subprocess.Popen(["nohup", *START], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    wait_for_handler(process, signal.SIGUSR1, "SigIgn")
-    process.send_signal(signal.SIGHUP)
-    assert process.communicate()[0]
-    assert process.returncode == 0
-
-
 def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_passed_on() -> None:
     with installed() as requests:
         signal.raise_signal(signal.SIGINT)
