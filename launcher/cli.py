@@ -18,7 +18,7 @@ from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import INTERRUPTED, ON_REQUEST, Interrupted, LauncherError, escaped, in_words
-from launcher.launch.config_broadcast import INIT_S, ConfigLeader, follow
+from launcher.launch.config_broadcast import INIT_S, ConfigBroadcast, receive_jobs
 from launcher.launch.node_env import given, node_env
 from launcher.launch.slurm import torchrun_env_from_slurm
 from launcher.os.signals import ignore_sigterm_of_torchrun
@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             and "doctor" in argv
             and (arguments := parse(argv)).command == "doctor"
         ):
-            return doctor(arguments, ConfigLeader(launch, run_worker))  # every rank looks, with its own words
+            return doctor(
+                arguments, ConfigBroadcast(launch, run_worker)
+            )  # every rank looks, with its own words
         return run_other_rank(launch, argv) if launch.rank > 0 else run_rank0(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
@@ -56,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then send the other ranks the same exit code."""
     run_rank = run_node if launch.is_node else run_worker
-    leader = ConfigLeader(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
+    broadcast = ConfigBroadcast(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
-        exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), leader), ""
+        exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), broadcast), ""
     except (KeyboardInterrupt, Interrupted):
         exit_code, reason = INTERRUPTED, "interrupted"
     except SystemExit as stop:  # Hydra exits after some queries
@@ -69,13 +71,13 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
         exit_code, reason = report_failure(error), in_words(error)
     if launch.world_size > 1:
         ignore_sigterm_of_torchrun()
-        leader.send_exit(exit_code, reason)
+        broadcast.send_exit(exit_code, reason)
     return exit_code
 
 
 def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
     run_rank = run_node if launch.is_node else run_worker
-    exit_code, reason = follow(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
+    exit_code, reason = receive_jobs(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         kind = "stopped" if exit_code in ON_REQUEST else "error"
         say(f"{kind} on {launch.role} 0: {reason}", sys.stderr)
@@ -104,9 +106,9 @@ def init_timeout_s(argv: Sequence[str]) -> float:
     return INIT_S
 
 
-def run_command(arguments: Arguments, leader: ConfigLeader) -> int:
+def run_command(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     with suppress(BrokenPipeError) if answers(arguments) else nullcontext():  # `| head` has read enough
-        return execute(arguments, leader)
+        return execute(arguments, broadcast)
     return 0
 
 
@@ -115,15 +117,15 @@ def answers(arguments: Arguments) -> bool:
     return arguments.command in ANSWERING or bool(QUERIES & arguments.flags.keys())
 
 
-def execute(arguments: Arguments, leader: ConfigLeader) -> int:
+def execute(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     if "--help" in arguments.flags:
         print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:
         print(version_text())
     elif arguments.command in COMMANDS:
-        return COMMANDS[arguments.command](arguments, leader) or 0
+        return COMMANDS[arguments.command](arguments, broadcast) or 0
     else:
         from launcher.commands.train import train  # loads Hydra
 
-        return train(arguments, leader)
+        return train(arguments, broadcast)
     return 0

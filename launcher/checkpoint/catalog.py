@@ -153,7 +153,7 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdent
             identity.refuse_other(snapshot.identity, str(found.path), as_start=elsewhere)
         found = replace(found, snapshot=snapshot)
     with raise_on_all_ranks(env):
-        if env.is_leader:  # one process must rename
+        if env.is_rank0:  # one process must rename
             _set_aside_replaced(directory, found.path)
             if discards_steps(resume_from, directory.parent):
                 with failing_as_storage_error(

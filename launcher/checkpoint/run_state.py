@@ -209,7 +209,7 @@ def begin_snapshot(
     buffers = _gathered(state.buffers, env)
     average_buffers = {} if averages is None else _gathered(averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.
-    if not env.is_leader:
+    if not env.is_rank0:
         return None
     copies = HostCopies(stepper.device)
     pending = PendingSnapshot(

@@ -13,13 +13,13 @@ from contextlib import suppress
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
 from launcher.errors import DIVERGED, ConfigError
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
 ONE_AT_A_TIME = "sweep.parallel=1"  # their times are compared
 
 
-def compare(arguments: Arguments, leader: ConfigLeader) -> int:
+def compare(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     """compare recipe=resnet18 precision=fp32,fp16: trains with each precision; compares time, memory and loss
 
     For each seed, trains one run per precision. Prints and writes side_by_side.md: time per step and its
@@ -34,7 +34,7 @@ def compare(arguments: Arguments, leader: ConfigLeader) -> int:
     """
     from launcher.commands.train import train
 
-    return train(as_sweep(arguments), leader, findings=(DIVERGED,))
+    return train(as_sweep(arguments), broadcast, findings=(DIVERGED,))
 
 
 def as_sweep(arguments: Arguments) -> Arguments:

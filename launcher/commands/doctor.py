@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.errors import PreflightError
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.os.terminal import say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ANY_RECIPE = "recipe=resnet18"  # what is looked at hardly depends on it
 
 
-def doctor(arguments: Arguments, leader: ConfigLeader) -> int:
+def doctor(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     """doctor [key=value ...] [--json]: checks GPUs, links, disk, network and tracker
 
     Checks this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
@@ -43,14 +43,14 @@ def doctor(arguments: Arguments, leader: ConfigLeader) -> int:
     from launcher.config.resolve import compose_jobs
     from launcher.doctor.findings import FAILURE, found_by
 
-    if leader.launch.local_rank > 0:
+    if broadcast.launch.local_rank > 0:
         return 0
     chosen = () if any(word.startswith("recipe=") for word in arguments.words) else (ANY_RECIPE,)
     (config,) = compose_jobs(Request((*chosen, *arguments.words), arguments.config_dir))
     says_json, host = "--json" in arguments.flags, gethostname()
-    if leader.launch.has_external_launcher and not says_json:
+    if broadcast.launch.has_external_launcher and not says_json:
         say(f"{host}:", sys.stdout)
-    found, checks = planned_checks(config, leader.launch)
+    found, checks = planned_checks(config, broadcast.launch)
     if not says_json:
         print_findings(found)
     for check in checks:

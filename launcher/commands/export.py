@@ -7,12 +7,12 @@ from pathlib import Path
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
 from launcher.errors import ConfigError
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 
 OTHER_FORMATS = (".bin", ".ckpt", ".h5", ".onnx", ".pickle", ".pkl", ".pt", ".pth")
 
 
-def export_weights(arguments: Arguments, leader: ConfigLeader) -> None:
+def export_weights(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """export RUN FILE [--dtype fp16] [--best]: writes the weights to a safetensors file
 
     Writes the weights of RUN's newest checkpoint to a safetensors file, with the names of the model's

@@ -24,7 +24,7 @@ from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import program, show, tool
 from launcher.errors import ConfigError, escaped
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 
 TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
 HELP = """\
@@ -70,7 +70,7 @@ def parts_of(function: Callable[..., object]) -> tuple[str, str, str]:
     return words, summary, page
 
 
-def print_recipes(arguments: Arguments, leader: ConfigLeader) -> None:
+def print_recipes(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """recipes: lists recipes, models and data, with their keys
 
     Lists all recipes, and the keys of all models and data sets. All keys of a recipe with their values:
@@ -91,7 +91,7 @@ def config_directories(arguments: Arguments) -> list[Path]:
 
 
 # Besides training, in the order in which they are listed.
-COMMANDS: Mapping[str, Callable[[Arguments, ConfigLeader], int | None]] = {
+COMMANDS: Mapping[str, Callable[[Arguments, ConfigBroadcast], int | None]] = {
     "recipes": print_recipes,
     "compare": compare,
     "plan": plan,

@@ -13,7 +13,7 @@ from launcher.commands.arguments import Arguments
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 
 PYTHON = """\
 import torch
@@ -43,7 +43,7 @@ def {name}(config: Config, width: int = 64) -> Recipe:  # recipe.width=128 sets 
 OPTIMIZER = "optim=adamw optim.lr=1e-2"  # with which the skeleton learns in the default ten epochs
 
 
-def write_recipe(arguments: Arguments, leader: ConfigLeader) -> None:
+def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """new NAME: writes a recipe of your own that already trains
 
     Writes NAME.py, a recipe that trains without changes, into the working directory, and prints the

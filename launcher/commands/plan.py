@@ -13,12 +13,12 @@ import warnings
 
 from launcher.commands.arguments import Arguments
 from launcher.errors import ConfigError, counted, escaped
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.node_env import planned_launch
 from launcher.launch.worker_count import count_gpus, num_ranks, refuse_small_batch
 
 
-def plan(arguments: Arguments, leader: ConfigLeader) -> None:
+def plan(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """plan recipe=resnet18 [--json]: says what would run, and what it would need
 
     Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
@@ -39,7 +39,7 @@ def plan(arguments: Arguments, leader: ConfigLeader) -> None:
     if request.multirun:
         raise ConfigError("plan -m: plan is about one run. Leave -m out, and give each key one value.")
     (config,) = compose_jobs(request)
-    launch = planned_launch(config.launch, leader.launch, os.environ)
+    launch = planned_launch(config.launch, broadcast.launch, os.environ)
     refuse_small_batch(config, launch)
     world_size = num_ranks(config.launch, launch)
     rates = arguments.numbers(

@@ -7,12 +7,12 @@ from pathlib import Path
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError, escaped
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import MODEL
 
 
-def predict(arguments: Arguments, leader: ConfigLeader) -> None:
+def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """predict RUN FILE... [--best]: prints classes with probabilities for photographs, texts or rows
 
     RUN is a run, or a folder that `export RUN DIR/` has written. Each FILE is a photograph; for a model of

@@ -15,11 +15,11 @@ from pathlib import Path
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
 from launcher.errors import ConfigError, StorageError, escaped
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.os.terminal import columns_of, say
 
 
-def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
+def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """report RUN ... [--out FILE]: writes report.html of a run, a sweep, or several runs
 
     Writes report.html: for one run or sweep into its directory, for several into the working directory.

@@ -27,7 +27,7 @@ from launcher.errors import (
     StorageError,
     escaped,
 )
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.worker_count import num_workers
 from launcher.os.oom import to_resource_error
 from launcher.os.stdio import write
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from launcher.config.schema import Config
 
 
-def run_job(config: Config, overrides: Sequence[str], leader: ConfigLeader) -> None:
+def run_job(config: Config, overrides: Sequence[str], broadcast: ConfigBroadcast) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
     from launcher.launch.parent import run_supervised
     from launcher.run_dir.claim import open_run_dir
 
-    workers = num_workers(config.launch, leader.launch)
-    with open_run_dir(leader.recalled(config), overrides) as claim:
+    workers = num_workers(config.launch, broadcast.launch)
+    with open_run_dir(broadcast.recalled(config), overrides) as claim:
         if claim.finished:
             say(claim.finished, sys.stdout)
-        elif workers is None or leader.launch.is_node:
-            leader.remember(claim.config)
+        elif workers is None or broadcast.launch.is_node:
+            broadcast.remember(claim.config)
             try:
-                leader.run(claim.config)
+                broadcast.run(claim.config)
             except JobFailed as error:
                 # Rank 0 may have written only that it lost a connection.
                 if error.exit_code not in ON_REQUEST:
@@ -63,7 +63,7 @@ def run_job(config: Config, overrides: Sequence[str], leader: ConfigLeader) -> N
             run_supervised(claim.config, workers)
 
 
-def run_sweep_job(arguments: Arguments, leader: ConfigLeader) -> None:
+def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """job DIR: runs or resumes one job of a sweep, from its folder
 
     Runs or resumes one job of a sweep, and records its end in sweep.json. The config is that in DIR/job.json,
@@ -78,7 +78,7 @@ def run_sweep_job(arguments: Arguments, leader: ConfigLeader) -> None:
         raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
     config, overrides = read_job(Path(arguments.words[0]))
     try:
-        run_job(config, overrides, leader)
+        run_job(config, overrides, broadcast)
     finally:
         with suppress(OSError):
             record_job(Path(config.run.dir))

@@ -21,7 +21,7 @@ from launcher.config.messages import directory_override, program, tree_flags
 from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import TO_RESUME, LauncherError, counted
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.parent import preload
 from launcher.launch.worker_count import num_workers, refuse_small_batch, visible_gpus
 from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
@@ -42,15 +42,15 @@ FOR_JOBS = ("torch.fx.experimental.symbolic_shapes",)
 
 
 def run_sweep(
-    request: Request, configs: Sequence[Config], leader: ConfigLeader, findings: Sequence[int]
+    request: Request, configs: Sequence[Config], broadcast: ConfigBroadcast, findings: Sequence[int]
 ) -> int:
     """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
     settings = configs[0].sweep
-    if leader.launch.has_external_launcher:
+    if broadcast.launch.has_external_launcher:
         if settings.name != "grid" or settings.prune != "none":
             how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
             raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")
-        return run_in_place(request, configs, leader, findings)
+        return run_in_place(request, configs, broadcast, findings)
     if settings.name == "tpe":
         imported_optuna()  # refused before the sweep's directory is made
     if settings.prune == "asha":
@@ -58,7 +58,7 @@ def run_sweep(
 
     def devices_of(config: Config) -> int:
         nproc = devices_of_a_job(config)
-        refuse_small_batch(config, leader.launch, nproc)
+        refuse_small_batch(config, broadcast.launch, nproc)
         return nproc
 
     launcher, alone = launcher_of(settings, min(map(devices_of, configs)))  # also refused before that
@@ -147,7 +147,7 @@ def run_in_child(directory: Path) -> int:
     """Run the job of a folder in this process, forked from the sweep's; returns its exit code."""
     try:
         config, overrides = read_job(directory)
-        run_job(config, overrides, ConfigLeader(LaunchEnv(), run_worker))
+        run_job(config, overrides, ConfigBroadcast(LaunchEnv(), run_worker))
     except (KeyboardInterrupt, errors.Interrupted):
         return errors.INTERRUPTED
     except Exception as error:
@@ -197,7 +197,7 @@ def exit_code_of(record: SweepState, scheduler: Scheduler, findings: Sequence[in
 
 
 def run_in_place(
-    request: Request, configs: Sequence[Config], leader: ConfigLeader, findings: Sequence[int]
+    request: Request, configs: Sequence[Config], broadcast: ConfigBroadcast, findings: Sequence[int]
 ) -> int:
     """`run_sweep` on the ranks that torchrun or a scheduler has started.
 
@@ -210,17 +210,17 @@ def run_in_place(
     for job, config in zip(record.jobs, placed, strict=True):
         started += 1
         say(f"sweep: job {started} of {len(placed)}: {config.run.dir}", sys.stdout)
-        job.started, job.nproc = time.time(), leader.launch.world_size
+        job.started, job.nproc = time.time(), broadcast.launch.world_size
         before_s = job.seconds
         try:
-            run_job(config, job.overrides, leader)
+            run_job(config, job.overrides, broadcast)
         except Exception as error:
             stopped = is_stop(error)
             how = "stopped" if stopped else "failed"
             say(f"sweep: job {started} of {len(placed)} {how}", sys.stderr)
             exit_codes.append(report_failure_of_job(error))
             # In parent mode a rank that is lost is a RunFailed.
-            group_broken = leader.group_broken or isinstance(error, errors.StalledError)
+            group_broken = broadcast.group_broken or isinstance(error, errors.StalledError)
             if stopped or group_broken:
                 break
         finally:  # for the limits of a process that continues the sweep
@@ -234,7 +234,7 @@ def run_in_place(
     elif group_broken and started < len(placed):
         own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
         flags = tree_flags(request.config_dir, request.config_name)
-        words = shlex.join([*flags, *own, f"launch.nproc={leader.launch.world_size}"])
+        words = shlex.join([*flags, *own, f"launch.nproc={broadcast.launch.world_size}"])
         again = f"{program()} -m {words} {directory_override('sweep.resume', directory)}"
         lost = "a rank failed alone, and the others have lost it: these processes run no further job"
         rest = f"To run the rest, each job on processes of its own: {again}"

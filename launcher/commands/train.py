@@ -24,7 +24,7 @@ from launcher.config.schema import Config
 from launcher.config.trees import paths_of
 from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
 from launcher.errors import PRUNED, ConfigError, LauncherError
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.node_env import check_all_nodes_started
 from launcher.launch.worker_count import refuse_small_batch
 from launcher.run_dir.records import as_typed_config
@@ -34,7 +34,7 @@ from launcher.telemetry.tracker.wandb_environment import of_agent, with_environm
 HYDRA_QUERY_FLAGS = ("--cfg", "--info", "--hydra-help")
 
 
-def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = ()) -> int:
+def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[int] = ()) -> int:
     """Compose and check the request, then run it, or let Hydra answer a query.
 
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
@@ -53,19 +53,19 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
         return run_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:  # all jobs are checked before the first starts
         refuse_missing(config.tracker)
-        if leader.launch.has_external_launcher or not request.multirun:
-            refuse_small_batch(config, leader.launch)
+        if broadcast.launch.has_external_launcher or not request.multirun:
+            refuse_small_batch(config, broadcast.launch)
     if request.multirun:
         from launcher.commands.sweep import refuse_several_machines, run_sweep
 
         refuse_several_machines(configs)
         refuse_sweep(os.environ)
-        return run_sweep(request, configs, leader, findings)
+        return run_sweep(request, configs, broadcast, findings)
     (config,) = configs
-    check_all_nodes_started(config.launch, leader.launch, os.environ)
+    check_all_nodes_started(config.launch, broadcast.launch, os.environ)
     tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
     try:
-        run_job(tracked, request.overrides, leader)
+        run_job(tracked, request.overrides, broadcast)
     except LauncherError as error:
         if error.exit_code != PRUNED or not sweep_of_agent(os.environ):
             raise

@@ -23,7 +23,7 @@ from launcher.commands.arguments import Arguments
 from launcher.commands.report import checked
 from launcher.config.messages import install_line, program
 from launcher.errors import ConfigError, StorageError
-from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.config_broadcast import ConfigBroadcast
 
 if TYPE_CHECKING:
     from launcher.report.watching import RunView, SweepView
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EVERY_S, EVERY_LINE_S = "1", "10"  # on a terminal; elsewhere, where each look is a line
 
 
-def watch(arguments: Arguments, leader: ConfigLeader) -> int:
+def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     """watch RUN [--every SECONDS]: follows a run or a sweep until it ends
 
     Shows the progress of a run or a sweep: on a terminal a full-screen view (needs rich), otherwise a line

@@ -47,7 +47,7 @@ class RecipeConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """`dir` is null in YAML, and an empty string here, until the leader has chosen a directory."""
+    """`dir` is null in YAML, and an empty string here, until rank 0 has chosen a directory."""
 
     dir: Annotated[str, value_rules.either(value_rules.null, value_rules.text)]
 

@@ -57,12 +57,12 @@ def broadcast_bytes(env: WorkerEnv, data: bytes, sender: int) -> bytes:
 
 def broadcast_tensors(env: WorkerEnv, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Rank 0's tensors by name, on the CPU of all ranks; what the others give is ignored. A collective."""
-    own = tensors if env.is_leader and tensors is not None else {}
+    own = tensors if env.is_rank0 and tensors is not None else {}
     forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
     received = json.loads(broadcast_bytes(env, json.dumps(forms).encode(), RANK0))
     found = {}
     for name, (dtype, shape) in received.items():
-        tensor = own[name].contiguous() if env.is_leader else torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = own[name].contiguous() if env.is_rank0 else torch.empty(shape, dtype=getattr(torch, dtype))
         _broadcast_tensor(env, tensor)
         found[name] = tensor
     return found
@@ -75,7 +75,7 @@ def _broadcast_tensor(env: WorkerEnv, tensor: Tensor) -> None:
     for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
         there = piece.to(env.device)
         async_work.broadcast(there, env.group, RANK0)
-        if not env.is_leader and there is not piece:
+        if not env.is_rank0 and there is not piece:
             piece.copy_(there)
 
 
@@ -110,7 +110,7 @@ def unpack_result(message: bytes) -> bytes:
 
 def from_rank0(env: WorkerEnv, make: Callable[[], bytes]) -> bytes:
     """What `make` returns on rank 0. Raises its LauncherError on all ranks. A collective."""
-    return unpack_result(broadcast_bytes(env, pack_result(make) if env.is_leader else b"", RANK0))
+    return unpack_result(broadcast_bytes(env, pack_result(make) if env.is_rank0 else b"", RANK0))
 
 
 def _error_of(message: bytes) -> LauncherError:

@@ -106,7 +106,7 @@ class WorkerEnv:
     group: dist.ProcessGroup | None
 
     @property
-    def is_leader(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this rank writes files and console output. Never a reason to skip a collective."""
         return self.rank == RANK0
 

@@ -74,7 +74,7 @@ class MetricEvaluator:
             return
         outputs = readable(loss.outputs, [name_of(metric) for metric in (*self._merged, *self._fed)])
         self._update(self._merged, outputs, batch)
-        if self._env.is_leader:
+        if self._env.is_rank0:
             self._update(self._fed, outputs, batch)
         elif self._fed:
             self._kept.append(_on(HOST, {"outputs": outputs, "batch": self._read_by_fed(batch)}))
@@ -88,14 +88,14 @@ class MetricEvaluator:
             for index in range(int(number)):
                 self._pass_on(rank, partial(self._packed_rows, index), self._feed)
         found = MetricValues()
-        if self._env.is_leader and self._failure is None:
+        if self._env.is_rank0 and self._failure is None:
             with self._held():
                 self._compute(found, loss_sum, count)
         sent = broadcast_bytes(self._env, self._outcome(found), sender=0)
         if self._failure is not None:
             raise self._failure
         # JSON keeps the bits of floats.
-        return found if self._env.is_leader else MetricValues(*json.loads(unpack_result(sent)))
+        return found if self._env.is_rank0 else MetricValues(*json.loads(unpack_result(sent)))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class MetricEvaluator:
         """Call `take` on rank 0 with the message that `rank` packs. A collective."""
         self._beat()
         sent = broadcast_bytes(self._env, pack_result(pack) if self._env.rank == rank else b"", rank)
-        if self._env.is_leader:
+        if self._env.is_rank0:
             with self._held():
                 take(unpack_result(sent))
 

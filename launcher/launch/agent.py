@@ -1,7 +1,7 @@
-"""The agent of a run: starts its workers on this machine, generation after generation, until one ends well.
+"""The agent of a run: starts its workers on this machine, attempt after attempt, until one ends well.
 
 Sets the environment of each worker as torchrun does (RANK, WORLD_SIZE, ...) plus LAUNCHER_MICRO_BATCH. On one
-machine the ranks use a FileStore on a memfd, so no port is opened. A failed generation is killed at once, and
+machine the ranks use a FileStore on a memfd, so no port is opened. A failed attempt is killed at once, and
 every end has a reason with a name and an exit code.
 """
 
@@ -49,22 +49,22 @@ class Agent:
             first_rank, world_size = self._nodes.next_rendezvous(self._num_workers)
             self._work.restart(first_rank)
             processes = self._workers(number, first_rank, world_size)
-            generation = WorkerGroup(processes, self._work, self._nodes.host)
+            group = WorkerGroup(processes, self._work, self._nodes.host)
             try:
                 with signals_blocked():
                     for process in processes:
                         process.start()
                 self._nodes.start_exchange()
-                while (outcome := self._polled(generation)) is None:
+                while (outcome := self._polled(group)) is None:
                     time.sleep(POLL_EVERY_S)
             finally:
-                generation.kill()
+                group.kill()
             if outcome.exit_code != RESTART:
                 return
             self._halved = outcome.halved or self._halved
 
     def _workers(self, number: int, first_rank: int, world_size: int) -> list[ForkProcess]:
-        """The processes of a generation, each with the variables by which torchrun tells a rank its place."""
+        """The processes of an attempt, each with the variables by which torchrun tells a rank its place."""
         several = world_size > self._num_workers  # machines, whose parents share a store
         shared = {
             "GROUP_RANK": str(self._nodes.rank),
@@ -82,11 +82,11 @@ class Agent:
         own = ({"RANK": str(first_rank + each), "LOCAL_RANK": str(each)} for each in range(self._num_workers))
         return [ForkProcess(target=worker_main, args=(self._work, shared | places)) for places in own]
 
-    def _polled(self, generation: WorkerGroup) -> RunOutcome | None:
+    def _polled(self, group: WorkerGroup) -> RunOutcome | None:
         """How the run ends, or RESTART, once all workers have ended."""
-        self._forward_signals(generation)
+        self._forward_signals(group)
         try:
-            outcome = self._nodes.outcome(generation.poll(), generation)
+            outcome = self._nodes.outcome(group.poll(), group)
             if outcome is not None and outcome.exit_code not in (0, RESTART):
                 self._restart_or_raise(outcome)
                 outcome = RunOutcome(RESTART, halved=outcome.halved)
@@ -97,21 +97,21 @@ class Agent:
             self._nodes.publish_outcome(outcome)
         return outcome
 
-    def _forward_signals(self, generation: WorkerGroup) -> None:
+    def _forward_signals(self, group: WorkerGroup) -> None:
         for received in self._signals.pop_received():
-            generation.send(received)
+            group.send(received)
         if self._signals.stop is not None:
-            generation.set_deadline(self._work.config.launch.grace_s)
-            self._answer_stop(generation)
+            group.set_deadline(self._work.config.launch.grace_s)
+            self._answer_stop(group)
         if self._signals.force_quit:
-            generation.set_deadline(0)
+            group.set_deadline(0)
 
-    def _answer_stop(self, generation: WorkerGroup) -> None:
+    def _answer_stop(self, group: WorkerGroup) -> None:
         """Print at once what a request to stop leads to: a step may take long."""
         if not self._answered and self._nodes.is_node0:
             self._answered = True
             ahead = int(count_gpus() > 0)  # GPUs have the next step in their queues already
-            write(f"{stop_notice(generation.furthest, ahead)}\n", sys.stderr)
+            write(f"{stop_notice(group.furthest, ahead)}\n", sys.stderr)
 
     def _restart_or_raise(self, outcome: RunOutcome) -> None:
         if not self._nodes.is_node0:
@@ -161,7 +161,7 @@ class Agent:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
         present, resume = candidates(self._run_dir / FOLDER), self._work.config.checkpoint.resume
         if discards_steps(resume, self._run_dir) and not has_discarded(self._run_dir):
-            # The first generation sets the others aside: they are no progress of this run.
+            # The first attempt sets the others aside: they are no progress of this run.
             chosen = Path(resume).resolve()
             present = [path for path in present if path.resolve().is_relative_to(chosen)]
         return max(map(step_of, present), default=0)

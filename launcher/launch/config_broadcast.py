@@ -66,7 +66,7 @@ def seconds_after(record: ExitRecord) -> float:
     return LOST_S if record.error and record.exit_code not in TOGETHER else LEAVE_S
 
 
-class ConfigLeader:
+class ConfigBroadcast:
     """Rank 0, or the only process: sends jobs, runs its own part, and announces the end."""
 
     def __init__(
@@ -191,7 +191,7 @@ class ConfigLeader:
         return [own]
 
 
-def follow(
+def receive_jobs(
     launch: LaunchEnv, run_rank: RunRank, init_timeout_s: float = INIT_S, arguments: Sequence[str] = ()
 ) -> tuple[int, str]:
     """Run the jobs that rank 0 sends, until it ends; returns its exit code and reason.

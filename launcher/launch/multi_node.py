@@ -1,8 +1,8 @@
-"""The parents of a run on several machines: how they agree that a generation has ended, and why.
+"""The parents of a run on several machines: how they agree that an attempt has ended, and why.
 
 The protocol, by the keys of node 0's TCPStore:
 
-- `generation/N/NODE`: the number of workers that a node starts. All wait for all, which gives the ranks.
+- `attempt/N/NODE`: the number of workers that a node starts. All wait for all, which gives the ranks.
 - `NODE`: a node's status, written anew every 0.2 s by a thread, so that a store that does not answer never
   delays a parent. Its `group_result` says how its workers have ended.
 - Node 0 reads all statuses. Once the workers of some node have failed, its own status has `end_workers`, and
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from launcher.launch.worker_group import WorkerGroup
 
 EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the statuses of all with one request
-SILENCE_LIMIT_S = 5.0  # without a new status of a parent, once a generation has ended on some machine
+SILENCE_LIMIT_S = 5.0  # without a new status of a parent, once an attempt has ended on some machine
 RESTART = -1  # exit code of what node 0 decides, if the run does not end
 
 
@@ -56,18 +56,18 @@ class SingleNode:
     def __exit__(self, *error: object) -> None: ...
 
     def next_rendezvous(self, num_workers: int) -> tuple[int, int]:
-        """Begin the next generation: the lowest rank of this machine's workers, and how many there are."""
+        """Begin the next attempt: the lowest rank of this machine's workers, and how many there are."""
         return 0, num_workers
 
     def start_exchange(self) -> None:
         """Start the thread after the first fork.
 
-        Later generations are forked while it runs: it holds no lock that a worker takes.
+        Later attempts are forked while it runs: it holds no lock that a worker takes.
         """
 
-    def outcome(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
+    def outcome(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         """The outcome on all ranks, once all have ended."""
-        return None if own is None else outcome_of([own], generation.stacks)
+        return None if own is None else outcome_of([own], group.stacks)
 
     def publish_outcome(self, outcome: RunOutcome) -> None:
         """Tell other parents how the run ends, or RESTART."""
@@ -83,7 +83,7 @@ class MultiNode(SingleNode):
         self._store, self._prefix = store, f"job/{job}/nodes"
         # Whose statuses this parent reads.
         self._others = range(1, self._num_nodes) if self.is_node0 else [RANK0]
-        self._status: dict[str, Any] = {"generation": -1}
+        self._status: dict[str, Any] = {"attempt": -1}
         self._statuses: Mapping[int, Mapping[str, Any]] = {}
         self._last_seen_s = dict.fromkeys(self._others, time.monotonic())
         self._lost_store = False
@@ -107,12 +107,12 @@ class MultiNode(SingleNode):
         self._thread.join(LEAVE_S)
 
     def next_rendezvous(self, num_workers: int) -> tuple[int, int]:
-        """Wait for the parents of all machines to begin the next generation."""
+        """Wait for the parents of all machines to begin the next attempt."""
         from torch.distributed import DistError
 
-        generation = self._status["generation"] + 1
-        self._status = {"generation": generation}
-        workers = [f"{self._prefix}/generation/{generation}/{node}" for node in range(self._num_nodes)]
+        attempt = self._status["attempt"] + 1
+        self._status = {"attempt": attempt}
+        workers = [f"{self._prefix}/attempt/{attempt}/{node}" for node in range(self._num_nodes)]
         deadline = time.monotonic() + self._limits.init_timeout_s
         try:
             self._store.set(workers[self.rank], str(num_workers))
@@ -131,7 +131,7 @@ class MultiNode(SingleNode):
             raise self._node_lost([RANK0]) from error
         return sum(counts[: self.rank]), sum(counts)
 
-    def outcome(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
+    def outcome(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         """Return the outcome on all ranks, which node 0 decides once those of all machines have ended.
 
         Ends the workers of this machine when those of another one have ended. Raises StalledError for a
@@ -139,14 +139,12 @@ class MultiNode(SingleNode):
         """
         if own is not None:
             self._status |= {"group_result": encoded(own)}
-        return (
-            self._poll_as_node0(own, generation) if self.is_node0 else self._poll_as_follower(own, generation)
-        )
+        return self._poll_as_node0(own, group) if self.is_node0 else self._poll_as_follower(own, group)
 
     def publish_outcome(self, outcome: RunOutcome) -> None:
         self._status |= {"outcome": asdict(outcome)}
 
-    def _poll_as_node0(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
+    def _poll_as_node0(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         statuses = {node: self._status_of(node) for node in self._others}
         missing = [node for node, status in statuses.items() if "group_result" not in status]
         group_results = [] if own is None else [own]
@@ -156,24 +154,24 @@ class MultiNode(SingleNode):
             if "group_result" in status
         ]
         if len(group_results) == self._num_nodes:
-            return outcome_of(group_results, generation.stacks)
+            return outcome_of(group_results, group.stacks)
         silence_limit_s = self._limits.hang_timeout_s
         if ends := [result.end for result in group_results if result.end != DONE]:
             self._status.setdefault("end_workers", ends[0])
             if own is None:
-                generation.end_like_other_node(ends[0])
+                group.end_like_other_node(ends[0])
             silence_limit_s = min(silence_limit_s, SILENCE_LIMIT_S)
         self._raise_if_silent(missing, silence_limit_s)
         return None
 
-    def _poll_as_follower(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
+    def _poll_as_follower(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         status = self._status_of(RANK0)
-        if self._generation_of(RANK0) > self._status["generation"]:
+        if self._attempt_of(RANK0) > self._status["attempt"]:
             return RunOutcome(RESTART)  # it has begun before its outcome was read
         if published := status.get("outcome"):
             return RunOutcome(**published)
         if own is None and "end_workers" in status:
-            generation.end_like_other_node(status["end_workers"])
+            group.end_like_other_node(status["end_workers"])
         self._raise_if_silent([RANK0], self._limits.hang_timeout_s if own is None else SILENCE_LIMIT_S)
         return None
 
@@ -196,12 +194,12 @@ class MultiNode(SingleNode):
             "machine or the link to it is down. To resume, run the same command on all machines."
         )
 
-    def _generation_of(self, node: int) -> int:
-        return int(self._statuses.get(node, {}).get("generation", -1))
+    def _attempt_of(self, node: int) -> int:
+        return int(self._statuses.get(node, {}).get("attempt", -1))
 
     def _status_of(self, node: int) -> Mapping[str, Any]:
-        """The status of the node, if of the present generation."""
-        is_present = self._generation_of(node) == self._status["generation"]
+        """The status of the node, if of the present attempt."""
+        is_present = self._attempt_of(node) == self._status["attempt"]
         return self._statuses[node] if is_present else {}
 
     def _exchange(self) -> None:

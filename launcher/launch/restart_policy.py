@@ -11,7 +11,7 @@ from launcher.errors import NoProgressError, ReplicaError
 from launcher.launch.root_cause import STALLED, UNEXPECTED, RunFailed, RunOutcome
 
 RECOVERABLE = frozenset({UNEXPECTED, STALLED, ReplicaError.exit_code})
-# Generations in a row that crash without a new checkpoint: two may be bad luck, a third is the run itself.
+# Attempts in a row that crash without a new checkpoint: two may be bad luck, a third is the run itself.
 MOST_WITHOUT_PROGRESS = 3
 
 
@@ -20,7 +20,7 @@ class RestartPolicy:
     """How often the workers of a run have been restarted, and how often without progress."""
 
     allowed: int
-    newest_step: int = 0  # of the newest checkpoint before the present generation
+    newest_step: int = 0  # of the newest checkpoint before the present attempt
     used: int = 0
     restarts_without_progress: int = 0
 
@@ -29,7 +29,7 @@ class RestartPolicy:
 
         `advice` ends the error where a restart might help but is not allowed.
 
-        Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row
+        Raises if no further one is allowed: RunFailed, or NoProgressError after three attempts in a row
         that have published no new checkpoint. One that is restarted with half the micro-batch is not the
         same again, so it counts as progress; the size, which halves, bounds how often.
         """

@@ -26,7 +26,7 @@ OTHER_SIZES = (
 
 @dataclass(frozen=True)
 class RankResult:
-    """What is known of one rank at the end of its generation."""
+    """What is known of one rank at the end of its attempt."""
 
     rank: int
     pid: int
@@ -51,7 +51,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a generation ended; `exit_code` is the run's if there is no restart."""
+    """How an attempt ended; `exit_code` is the run's if there is no restart."""
 
     exit_code: int
     text: str = ""
@@ -63,7 +63,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """What is known of the ranks of one machine at the end of their generation."""
+    """What is known of the ranks of one machine at the end of their attempt."""
 
     results: Sequence[RankResult]
     hanging: bool = False  # some have shown no sign of life for too long
@@ -103,7 +103,7 @@ def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome
 
 
 def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
-    """The outcome of a generation that has ended, or was ended after the first of its ranks had failed."""
+    """The outcome of an attempt that has ended, or was ended after the first of its ranks had failed."""
     blamed = rank_at_fault(results)
     if blamed.died_without_record:
         return _outcome_without_record(blamed)
@@ -142,7 +142,7 @@ def rank_at_fault(results: Sequence[RankResult]) -> RankResult:
 
 
 def hang_outcome(results: Sequence[RankResult]) -> RunOutcome:
-    """The outcome of a generation in which some ranks, or all, have shown no sign of life for too long."""
+    """The outcome of an attempt in which some ranks, or all, have shown no sign of life for too long."""
     alive = [result for result in results if result.exit_code is None]
     behind = min(result.beat.order for result in alive)
     last = [result for result in alive if result.beat.order == behind]

@@ -1,7 +1,7 @@
 """One set of workers, from the fork to the last exit.
 
 Owns their processes, the check of their heartbeats, and their end: workers that are
-left when a generation has failed are killed at once, because they wait in a collective.
+left when an attempt has failed are killed at once, because they wait in a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
 class WorkerGroup:
-    """Monitors the workers of one generation. Call `poll` every fraction of a second."""
+    """Monitors the workers of one attempt. Call `poll` every fraction of a second."""
 
     def __init__(self, processes: Sequence[BaseProcess], work: WorkerSpec, host: str = "") -> None:
         self._processes, self._work, self._host = processes, work, host

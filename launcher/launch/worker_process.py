@@ -43,7 +43,7 @@ class WorkerSpec:
     store: int  # descriptor of the file in which the ranks meet, if all are on this machine
 
     def restart(self, first_rank: int) -> None:
-        """Forget what the workers of an earlier generation have written. All of them have ended.
+        """Forget what the workers of an earlier attempt have written. All of them have ended.
 
         `first_rank` is the lowest on this machine.
         """

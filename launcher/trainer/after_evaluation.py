@@ -75,7 +75,7 @@ def _call_while_others_wait(
         finally:
             heartbeat.beat(waiting)  # from here on this rank may wait for another one
 
-    heartbeat.beat(phase if env.is_leader else waiting)
+    heartbeat.beat(phase if env.is_rank0 else waiting)
     from_rank0(env, timed)
 
 

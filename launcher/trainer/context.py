@@ -67,7 +67,7 @@ class TrainContext:
             reads_late,
             self.heartbeat.first_step_done,  # lowers the limits of waiting
         )
-        self.pruning = SweepStopListener(Path(self.config.run.dir), self.env.is_leader)
+        self.pruning = SweepStopListener(Path(self.config.run.dir), self.env.is_rank0)
         self._recorded = self.config
 
     @property
@@ -100,7 +100,7 @@ class TrainContext:
         with them. A failure is a warning: a resume reads its checkpoint instead.
         """
         self._recorded = dataclasses.replace(self._recorded, **sections)
-        if not self.env.is_leader:
+        if not self.env.is_rank0:
             return
         try:
             write_config(Path(self.config.run.dir), self._recorded)

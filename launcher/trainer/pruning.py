@@ -20,10 +20,10 @@ EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a share
 class SweepStopListener:
     """Looks for a request in the run's directory; `request` is what it has found."""
 
-    def __init__(self, run_dir: Path, is_leader: bool) -> None:
+    def __init__(self, run_dir: Path, is_rank0: bool) -> None:
         self.request: PruneRequest | None = None
         self._run_dir = run_dir
-        self._next_s = 0.0 if is_leader else math.inf
+        self._next_s = 0.0 if is_rank0 else math.inf
 
     def asked(self) -> bool:
         """Whether the run is to be pruned; false on all ranks but 0."""

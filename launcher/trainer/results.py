@@ -94,7 +94,7 @@ def write_model_folder(
 def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint) -> None:
     """Report the decisions and the start of the run; record its environment."""
     run_dir = Path(context.config.run.dir)
-    if context.env.is_leader:
+    if context.env.is_rank0:
         records.write_environment(run_dir, devices)
         write_model_folder(
             run_dir,
@@ -174,7 +174,7 @@ def write_results(
             f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: lower "
             "precision.loss_scale.init_scale."
         )
-    if context.env.is_leader:
+    if context.env.is_rank0:
         write_files(run_dir, result, evaluation.confusion, context.telemetry)
     context.telemetry.emit(
         EndEvent(
@@ -193,7 +193,7 @@ def write_results(
             step_time=result.step_time,
         )
     )
-    if context.env.is_leader:
+    if context.env.is_rank0:
         with contextlib.suppress(OSError):
             status.mark_ended(run_dir / status.FILE_NAME, "done", 0)
         # Last: the page is drawn from the files of the run, in which its end must stand.

@@ -30,7 +30,7 @@ sys.exit(main())
 
 
 def test_a_rank_of_another_launch_is_refused_and_the_launch_that_it_met_is_not_disturbed(start) -> None:
-    (leader,) = start(FRONT, WORDS, 2, [0])
+    (rank0,) = start(FRONT, WORDS, 2, [0])
     (stray,) = start(FRONT, ["recipe=resnet18", "seed=6"], 2, [1])
     assert stray.wait(30) == 3
     assert (
@@ -39,12 +39,12 @@ def test_a_rank_of_another_launch_is_refused_and_the_launch_that_it_met_is_not_d
     )
     assert stray.stderr.count("\n") == 1, "one sentence"
     (own,) = start(FRONT, WORDS, 2, [1])
-    results = ends([leader, own])
+    results = ends([rank0, own])
     assert [code for code, _, _ in results] == [0, 0], results
 
 
 def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
-    leader, own = start(PROCESS, WORDS, 2)
+    rank0, own = start(PROCESS, WORDS, 2)
     wait_for(tmp_path / "works-0")
     began = time.monotonic()
     (second,) = start(PROCESS, ["recipe=resnet18", "seed=6"], 2, [0])
@@ -54,7 +54,7 @@ def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
     assert line.startswith("error: MASTER_ADDR=")
     assert "Address already in use. If another launch uses it, give this one another port" in line
     (tmp_path / "end").touch()
-    assert [code for code, _, _ in ends([leader, own])] == [0, 0]
+    assert [code for code, _, _ in ends([rank0, own])] == [0, 0]
 
 
 @pytest.mark.sampled(every=2, first=1)

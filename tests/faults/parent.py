@@ -166,10 +166,10 @@ class Parent:
         self._seen |= set(found)
         return found
 
-    def rank(self, rank: int, generation: int = 0) -> int:
+    def rank(self, rank: int, attempt: int = 0) -> int:
         """The process of a rank, once it is in its fifth step."""
-        path = self.directory / f"pid-{generation}-{rank}"
-        self.wait_until(path.exists, 15, f"rank {rank} of generation {generation} is at work")
+        path = self.directory / f"pid-{attempt}-{rank}"
+        self.wait_until(path.exists, 15, f"rank {rank} of attempt {attempt} is at work")
         return int(path.read_text())
 
     def signal(self, number: signal.Signals) -> None:

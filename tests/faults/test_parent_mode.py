@@ -113,8 +113,8 @@ def test_a_crash_is_mended_by_a_restart_from_the_newest_checkpoint_and_ends_bit_
         (tmp_path / name).mkdir()
         write_recipe(tmp_path / name, ENDLESS)
         with Parent(tmp_path / name, *words) as parent:
-            for generation in range(kills):
-                os.kill(parent.rank(1, generation), signal.SIGKILL)
+            for attempt in range(kills):
+                os.kill(parent.rank(1, attempt), signal.SIGKILL)
             assert parent.end() == 0
             results.append(parent.json("result.json"))
             assert parent.json("status.json")["state"] == "done"
@@ -146,7 +146,7 @@ def test_an_error_of_the_recipe_is_not_restarted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_loop_stops_after_three_generations_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_crash_loop_stops_after_three_attempts_without_a_checkpoint(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 1: os.kill(os.getpid(), signal.SIGKILL)")
     with Parent(tmp_path, LONG, "launch.max_restarts=50") as parent:
         assert parent.end() == 10

@@ -57,7 +57,7 @@ from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
 from launcher.distributed.exit_records import ExitRecord
 from launcher.launch import config_broadcast
-from launcher.launch.config_broadcast import ConfigLeader, follow
+from launcher.launch.config_broadcast import ConfigBroadcast, receive_jobs
 
 case = sys.argv[1]
 init_s = 3 if case == "silent" else 25  # the import of torch on a busy machine takes longer than 3 s
@@ -85,25 +85,25 @@ def work(config, launch, store, job):
         time.sleep(60)
 
 def lead():
-    leader = ConfigLeader(launch, work, init_s)
+    broadcast = ConfigBroadcast(launch, work, init_s)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
         store = open_store(launch, 3)
         time.sleep(60)
     try:
-        leader.run(config)
+        broadcast.run(config)
     except Exception as error:
         if case == "leaves":
             began = time.monotonic()
-            leader.send_exit(1)
+            broadcast.send_exit(1)
             print(f"dismissed within {time.monotonic() - began:.0f} s", file=sys.stderr)
         raise
     if case == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    leader.send_exit(0)
+    broadcast.send_exit(0)
 
 try:
-    code = follow(launch, work, init_s)[0] if launch.rank else lead() or 0
+    code = receive_jobs(launch, work, init_s)[0] if launch.rank else lead() or 0
 except Exception as error:
     code = report_failure(error)
 os._exit(code)
@@ -245,31 +245,31 @@ def test_a_rank_that_lost_another_one_is_not_the_origin(error: Exception, lost: 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_was_lost_without_a_word_is_named(start, ranks) -> None:
-    leader, follower, *_ = start(ENDS, ["lost"], ranks)
+    rank0, rank1, *_ = start(ENDS, ["lost"], ranks)
     began = time.monotonic()
-    assert follower.wait(30) == -signal.SIGKILL
-    assert leader.wait(30) == 1
+    assert rank1.wait(30) == -signal.SIGKILL
+    assert rank0.wait(30) == 1
     assert time.monotonic() - began < at_most(6)
-    assert "error: rank 1 was lost, and has not said why within 1 s: it was killed" in leader.stderr
+    assert "error: rank 1 was lost, and has not said why within 1 s: it was killed" in rank0.stderr
 
 
-def test_a_follower_that_fails_alone_says_why_and_leaves(start) -> None:
-    _, follower = start(ENDS, ["fails alone"], 2)
-    assert follower.wait(30) == 1
-    assert "ValueError: a bug on one rank" in follower.stderr
+def test_a_rank_that_fails_alone_says_why_and_leaves(start) -> None:
+    _, rank1 = start(ENDS, ["fails alone"], 2)
+    assert rank1.wait(30) == 1
+    assert "ValueError: a bug on one rank" in rank1.stderr
 
 
-def test_a_silent_leader_is_named(start) -> None:
-    _, follower = start(ENDS, ["silent"], 2)
-    assert follower.wait(30) == 6
-    assert "error: rank 1 waited 3 s for rank 0 to send a job." in follower.stderr
+def test_a_silent_rank_0_is_named(start) -> None:
+    _, rank1 = start(ENDS, ["silent"], 2)
+    assert rank1.wait(30) == 6
+    assert "error: rank 1 waited 3 s for rank 0 to send a job." in rank1.stderr
 
 
-def test_a_leader_that_dies_ends_the_others(start) -> None:
-    leader, follower = ends(start(ENDS, ["dies"], 2))
-    assert leader[0] == -signal.SIGKILL
-    assert follower[0] == 6
-    assert re.search(r"rank 1 waited \d+ s for rank 0 to send a job. Then the store was gone", follower[2])
+def test_a_rank_0_that_dies_ends_the_others(start) -> None:
+    rank0, rank1 = ends(start(ENDS, ["dies"], 2))
+    assert rank0[0] == -signal.SIGKILL
+    assert rank1[0] == 6
+    assert re.search(r"rank 1 waited \d+ s for rank 0 to send a job. Then the store was gone", rank1[2])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_rank_that_failed_alone_does_not_wait_a_minute_for_the_others(code, to
 
 
 def test_a_rank_that_left_after_its_own_failure_is_not_waited_for_at_the_end(start) -> None:
-    leader, follower = start(ENDS, ["leaves"], 2)
-    assert (follower.wait(30), leader.wait(30)) == (1, 1)
-    assert "a bug on one rank" in follower.stderr
-    assert re.search("dismissed within [0-5] s", leader.stderr), leader.stderr
+    rank0, rank1 = start(ENDS, ["leaves"], 2)
+    assert (rank1.wait(30), rank0.wait(30)) == (1, 1)
+    assert "a bug on one rank" in rank1.stderr
+    assert re.search("dismissed within [0-5] s", rank0.stderr), rank0.stderr

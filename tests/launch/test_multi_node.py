@@ -41,7 +41,7 @@ def test_the_first_meeting_names_only_the_node_that_is_late() -> None:
     """No statuses are exchanged before the first fork, so that the others seemed silent too."""
     store, launch = dist.HashStore(), LaunchEnv(role="node", world_size=4)
     for node in (1, 2):
-        store.set(f"job/0/nodes/generation/0/{node}", "2")
+        store.set(f"job/0/nodes/attempt/0/{node}", "2")
     nodes = MultiNode(launch, store, "0", replace(composed().launch, init_timeout_s=0.2))
     with pytest.raises(StalledError, match=r"^node 3 is gone"):
         nodes.next_rendezvous(2)

@@ -129,7 +129,7 @@ def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
         (4, 0, [1, 2, 3, 4, 5], [*["restart"] * 4, "RunFailed 1"]),
     ],
 )
-def test_three_generations_without_a_new_checkpoint_end_a_run(allowed, before, steps, expected) -> None:
+def test_three_attempts_without_a_new_checkpoint_end_a_run(allowed, before, steps, expected) -> None:
     restarts = RestartPolicy(allowed, before)
     assert [fate_of(restarts, RunOutcome(1, "it failed"), step) for step in steps] == expected
 

@@ -1,4 +1,4 @@
-"""When a generation of workers counts as hanging: real processes, heartbeats written by hand."""
+"""When an attempt of workers counts as hanging: real processes, heartbeats written by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table() -> Heartbeats:
 
 
 @pytest.fixture
-def generation(table, tmp_path: Path) -> Iterator[WorkerGroup]:
+def group(table, tmp_path: Path) -> Iterator[WorkerGroup]:
     config = composed()
     limits = replace(config.launch, init_timeout_s=INIT_S, hang_timeout_s=HANG_TIMEOUT_S)
     config = replace(config, launch=limits, run=replace(config.run, dir=str(tmp_path)))
@@ -55,14 +55,14 @@ def generation(table, tmp_path: Path) -> Iterator[WorkerGroup]:
     processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for process in processes:
         process.start()
-    generation = WorkerGroup(processes, work)
-    yield generation
-    generation.kill()
+    group = WorkerGroup(processes, work)
+    yield group
+    group.kill()
 
 
-def verdict_on(generation: WorkerGroup) -> RunOutcome | None:
-    report = generation.poll()
-    return None if report is None else outcome_of([report], generation.stacks)
+def verdict_on(group: WorkerGroup) -> RunOutcome | None:
+    report = group.poll()
+    return None if report is None else outcome_of([report], group.stacks)
 
 
 def until_there(path: Path) -> None:
@@ -79,25 +79,25 @@ def beat(table: Heartbeats, phase: str, step: int, has_stepped: bool = False) ->
 
 
 def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_step(
-    generation, table, clock
+    group, table, clock
 ) -> None:
     """A run longer than launch.init_timeout_s was ended at the first poll at which all ranks read data."""
     beat(table, "data", 9, has_stepped=True)
-    assert generation.poll() is None
+    assert group.poll() is None
     clock.ahead_s += INIT_S
-    assert generation.poll() is None
+    assert group.poll() is None
     beat(table, "data", 10)
     clock.ahead_s += INIT_S
-    assert generation.poll() is None
+    assert group.poll() is None
 
 
 @pytest.mark.parametrize(("phase", "step"), [("data", 10), ("compute", 10), ("evaluation", 0)])
-def test_after_the_first_step_a_phase_may_take_hang_timeout_s(phase, step, generation, table, clock) -> None:
+def test_after_the_first_step_a_phase_may_take_hang_timeout_s(phase, step, group, table, clock) -> None:
     beat(table, phase, step, has_stepped=phase != "evaluation")
     clock.ahead_s += INIT_S + 1
-    assert generation.poll() is None
+    assert group.poll() is None
     clock.ahead_s += HANG_TIMEOUT_S - INIT_S
-    outcome = verdict_on(generation)
+    outcome = verdict_on(group)
     assert outcome is not None
     assert outcome.exit_code == 6
     assert "rank 0 (pid" in outcome.text
@@ -106,19 +106,19 @@ def test_after_the_first_step_a_phase_may_take_hang_timeout_s(phase, step, gener
 
 @pytest.mark.parametrize("phase", ["loading data", "compute"])
 def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
-    phase, generation, table, clock
+    phase, group, table, clock
 ) -> None:
     beat(table, "loading data", 0)
-    assert generation.poll() is None
+    assert group.poll() is None
     clock.ahead_s += INIT_S
     beat(table, phase, 10)  # of a resumed run, a moment ago
-    outcome = verdict_on(generation)
+    outcome = verdict_on(group)
     assert outcome is not None
     assert outcome.exit_code == 6
 
 
 def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_again(
-    generation, table, clock
+    group, table, clock
 ) -> None:
     beat(table, "evaluation", 8, has_stepped=True)
     rank0 = table.of(0)
@@ -127,32 +127,32 @@ def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_
     with rank0.in_user_code():
         for _ in range(5):
             clock.ahead_s += HANG_TIMEOUT_S
-            assert generation.poll() is None
+            assert group.poll() is None
     rank0.beat("data", 9)
-    assert generation.poll() is None, "rank 1 has waited for long, and not for nothing"
+    assert group.poll() is None, "rank 1 has waited for long, and not for nothing"
     clock.ahead_s += HANG_TIMEOUT_S
-    outcome = verdict_on(generation)
+    outcome = verdict_on(group)
     assert outcome is not None
     assert outcome.text.startswith("rank 1 (pid")
 
 
-def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(generation, table, clock) -> None:
+def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(group, table, clock) -> None:
     beat(table, "loading data", 0)
     with table.of(1).in_user_code():
-        os.kill(generation._processes[1].pid, signal.SIGSTOP)
-        while not worker_group._is_stopped(generation._processes[1]):
+        os.kill(group._processes[1].pid, signal.SIGSTOP)
+        while not worker_group._is_stopped(group._processes[1]):
             time.sleep(0.01)
         clock.ahead_s += max(INIT_S, HANG_TIMEOUT_S)
-        outcome = verdict_on(generation)
+        outcome = verdict_on(group)
     assert outcome is not None
     assert "(stopped by SIGSTOP)" in outcome.text
 
 
-def test_ranks_that_end_just_as_they_count_as_hanging_have_ended(generation) -> None:
+def test_ranks_that_end_just_as_they_count_as_hanging_have_ended(group) -> None:
     """None was left to name as the one that hangs, and the parent ended with a traceback."""
-    generation.kill()
-    assert generation._hanging() is None
-    outcome = verdict_on(generation)
+    group.kill()
+    assert group._hanging() is None
+    outcome = verdict_on(group)
     assert outcome is not None
     assert outcome.text.startswith("rank 0 was killed by SIGKILL")
 
@@ -167,15 +167,15 @@ def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_p
     ranks = [forking.Process(target=until_there, args=(tmp_path / name,)) for name in ("finished", "never")]
     for process in ranks:
         process.start()
-    generation = WorkerGroup(ranks, work)
-    assert generation.poll() is None
+    group = WorkerGroup(ranks, work)
+    assert group.poll() is None
     ranks[1].kill()
     ranks[1].join()
-    assert verdict_on(generation) is None
+    assert verdict_on(group) is None
     finished.touch()
     ranks[0].join()
     table.exit_records.write(ExitRecord(0, 0.0, "Connection closed by peer", 1, is_secondary=True))
     assert ranks[0].exitcode == 0
-    outcome = verdict_on(generation)
+    outcome = verdict_on(group)
     assert outcome is not None
     assert outcome.text.startswith("rank 1 was killed by SIGKILL")

@@ -200,7 +200,7 @@ def measure_gpus(
     """A sampler of the GPUs of the first node, at rank 0; it is closed with the telemetry. None elsewhere."""
     nvml = config.telemetry.gpu_stats
     is_wanted = nvml is True or (nvml == "auto" and any(peer.gpu is not None for peer in peers))
-    if not env.is_leader or not is_wanted:
+    if not env.is_rank0 or not is_wanted:
         return None
     before_j = 0.0
     with contextlib.suppress(OSError):

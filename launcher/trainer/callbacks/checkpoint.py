@@ -59,7 +59,7 @@ class CheckpointCallback(Callback):
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
         context = self._context
         self._report(self._checkpointer.poll())
-        by_clock = context.env.is_leader and self.due.by_clock()
+        by_clock = context.env.is_rank0 and self.due.by_clock()
         if context.stop_signal.pop_save() or by_clock:
             self.due.mark_started()  # requested now, saved after the next step
             context.stepper.vote(StepFlag.SAVE)
@@ -140,7 +140,7 @@ class CheckpointCallback(Callback):
         """Remove the checkpoints of a run that is given up; the last one is not written."""
         self._context.step_reader.flush_all()
         self._report(self._checkpointer.wait())
-        if self._context.env.is_leader:
+        if self._context.env.is_rank0:
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
     def _save(self, position: Position, measured: EvalOutcome | None) -> None:

@@ -27,7 +27,7 @@ class GradientHistogram(Callback):
 
     def __init__(self, context: TrainContext, every_steps: int) -> None:
         shards = context.config.ddp.shard_optimizer
-        self.enabled = shards or context.env.is_leader
+        self.enabled = shards or context.env.is_rank0
         self._gradients = context.stepper.own_gradients if shards else context.stepper.reduced_gradients
         self._telemetry = context.telemetry
         self._every = self._next = every_steps

@@ -122,7 +122,7 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport
     if model_config.init_from is None:
         return None
     loaded, file = LoadReport(model_config.init_from), Path(model_config.init_from)
-    if env.is_leader:
+    if env.is_rank0:
         try:
             digest = sha256_of(file, model_config.init_from_sha256)
             loaded = _assign(model, read(file), file, digest, model_config.init_from_strict)
