@@ -247,7 +247,7 @@ def test_each_command_runs_as_it_is_printed_and_as_the_pages_have_it(clone: Path
     done = typed("scripts/run new points", clone)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()[-1].removeprefix("train it: ")
-    assert printed.startswith("scripts/run recipe=points ")
+    assert printed.startswith("scripts/run recipe=points.py ")
     done = typed(f"{printed} run.dir=run train.epochs=1 tracker=none", clone)
     assert done.returncode == 0, done.stderr
     assert "\nworkers 2 " in done.stdout, "without a GPU"
