@@ -187,6 +187,7 @@ class ExponentialMovingAverage:
 
     def _named_statistics(self) -> dict[str, Tensor]:
         """Averages of the running statistics by name, as views."""
+        # The model's buffers are views of the flat ones: their address says of which.
         flats = zip(self._stepper.buffers.statistics, self._statistics, strict=True)
         averages = {flat.untyped_storage().data_ptr(): average for flat, average in flats}
         return {

@@ -83,7 +83,9 @@ class Step:
         parts = self._parts
         check_backward(self.num_backwards, self.must_abandon, self.reference_count.micro_batches)
         if not self.num_backwards:
-            self._begin(count)  # may refuse the count, which changes nothing
+            self.reference_count.expect(count)  # may refuse the count, which changes nothing
+            # In a step before the ranks have agreed on the reference count, finish() corrects what is sent.
+            self._overlaps = self.reference_count.agreed is not None
         self.must_abandon = True  # until the pass has finished
         # A step may end with fewer passes than that: finish() then sends every bucket.
         last = self.num_backwards + 1 == self.reference_count.micro_batches
@@ -93,12 +95,6 @@ class Step:
         self.must_abandon = False
         self.num_backwards += 1
 
-    def _begin(self, count: float | Tensor) -> None:
-        """Prepare the first pass of a step: the reference count, and whether its passes send buckets."""
-        self.reference_count.expect(count)
-        # In a step before the ranks have agreed on the reference count, finish() corrects what is sent.
-        self._overlaps = self.reference_count.agreed is not None
-
     def finish(self) -> StepNumbers:
         """Reduce, agree, unscale, clip, update or skip.
 
@@ -107,10 +103,9 @@ class Step:
         squares, status = self._reduce_gradients()
         totals = self._reduce_totals(squares, status)
         verdict = self._judge(totals)
-        lr = self.rates.at(self._parts.scale.state.applied_steps)
-        numbers = StepNumbers.of(
-            totals, verdict, self._parts.scale.state.scale, lr, self._parts.reducer.sent_bytes
-        )
+        state = self._parts.scale.state  # until `_end` that of this step
+        lr = self.rates.at(state.applied_steps)
+        numbers = StepNumbers.of(totals, verdict, state.scale, lr, self._parts.reducer.sent_bytes)
         self._update(verdict, lr)
         self._restore_buffers(verdict.skip)
         self._end(verdict)

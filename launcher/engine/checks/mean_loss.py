@@ -32,11 +32,13 @@ def is_mean(loss: Tensor, count: float | Tensor) -> bool:
     number = _on_host(count)
     if number is not None and number <= 1:
         return False
+    # Parts of the loss: means of torch's loss functions or by a division, calls of mean(), anything else.
     means, plain_means, has_others = 0, 0, False
     nodes: list[Any] = [loss.grad_fn]
     for _ in range(MAX_NODES):
         if not nodes:
-            means += 0 if has_others else plain_means
+            if not has_others:
+                means += plain_means
             return means > 0 and (number is None or means % number != 0)
         node = nodes.pop()
         if node is None:  # a constant

@@ -26,8 +26,6 @@ ALONE = (
     "Call torch.distributed.init_process_group() before building the Stepper. To train alone on purpose, "
     "pass it a group of one: new_group([get_rank()], use_local_synchronization=True)."
 )
-
-
 OURS = ("launcher.engine", "torch.utils._contextlib")  # the latter calls what torch.no_grad() decorates
 
 

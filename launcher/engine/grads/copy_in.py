@@ -48,6 +48,7 @@ class CopyIn:
 
     def drain(self) -> None:
         """Move all gradients to their places: added where the step has one there. `p.grad` is None then."""
+        # Places and their gradients: of parameters that have none in this step yet, and of those that have.
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
         again: tuple[list[Tensor], list[Tensor]] = ([], [])
         filled = self._filled
@@ -95,9 +96,9 @@ def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None
     torch._foreach_copy_(places, gradients)
 
 
-def _widened(gradients: list[Tensor], places: list[Tensor], kept: torch.dtype) -> list[Tensor]:
-    """The gradients in fp32, unless `kept` is their dtype: a product of halves would be rounded to half."""
-    if gradients[0].dtype in (kept, torch.float32):
+def _widened(gradients: list[Tensor], places: list[Tensor], exempt: torch.dtype) -> list[Tensor]:
+    """The gradients in fp32, unless they have the `exempt` dtype: products of halves are rounded to half."""
+    if gradients[0].dtype in (exempt, torch.float32):
         return gradients
     numels = [place.numel() for place in places]
     flat = torch.empty(sum(numels), dtype=torch.float32, device=places[0].device)

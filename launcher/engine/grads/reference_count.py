@@ -25,15 +25,15 @@ class ReferenceCount:
         self.micro_batches = micro_batches  # the largest number of backward() calls of a step
         self._device = device
         self._group = group
-        self._is_new = False  # whether the ranks have agreed in this step
+        self._has_communicated = False  # whether the ranks have exchanged their counts in this step
         self.restart()
 
     def restart(self, not_abandoned: Tensor | bool = True) -> None:
         """Begin the next step. What was agreed in a step that was abandoned is dropped, as its batch is."""
         # Reading the flag waits for the device, as agree() did in that step.
-        if self._is_new and not bool(not_abandoned):
+        if self._has_communicated and not bool(not_abandoned):
             self.agreed = None
-        self._is_new = False
+        self._has_communicated = False
         self._own_count = 0.0  # samples of this rank in a step in which the ranks have not agreed yet
 
     @property
@@ -59,11 +59,13 @@ class ReferenceCount:
         gradients that this rank has: a power of two, 1 in nearly all steps. If no rank had a sample, there is
         no gradient, and the next step agrees.
         """
-        if self.agreed is not None:
+        # Not twice in a step, which may be abandoned after this: the other ranks do it once.
+        if self.agreed is not None or self._has_communicated:
             return 1.0
         own = self.value
         total = torch.zeros((), dtype=torch.float64, device=self._device) + self._own_count
         async_work.all_reduce(total, self._group)
+        self._has_communicated = True
         if mean := float(total) / (dist.get_world_size(self._group) if self._group else 1):
-            self.agreed, self._is_new = nearest_power_of_two(mean), True
+            self.agreed = nearest_power_of_two(mean)
         return own / self.value

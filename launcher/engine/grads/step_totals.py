@@ -28,11 +28,15 @@ STATUS_AT = SQUARES_AT + 1
 
 
 class Message(NamedTuple):
-    """What a rank adds to the totals of a step."""
+    """What a rank adds to the totals of a step.
+
+    With a group `head` and `squares` are views of `sent`, so that they are the sums over the ranks once it
+    has been all-reduced. One process sends nothing.
+    """
 
     head: Any  # fp64 [STATUS_AT + ranks], or a list where the host decides alone
     squares: Tensor  # fp64 [parameters]
-    sent: Tensor | None = None  # both, which are views of it then; None for one process
+    sent: Tensor | None = None
 
 
 class TotalsReducer:

@@ -160,7 +160,7 @@ class TorchUpdater:
         self.states: list[list[Tensor]] = [[] for _ in shards]  # torch's are per parameter, not flat
         masters = layout.named([shard.master for shard in shards if shard.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
-        self._kind = optimizer
+        self._template = optimizer
         self._optimizer = optimizer.over(self._param_groups())
 
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ class TorchUpdater:
         expected = {
             f"{state}/{name}": value
             for name, master in self._masters.items()
-            for state, value in _states_of(self._kind, master, name in self._of_muon, updated).items()
+            for state, value in _states_of(self._template, master, name in self._of_muon, updated).items()
         }
         tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
         check_forms("optimizer states", forms_of(tensors), named)

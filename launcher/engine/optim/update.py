@@ -136,7 +136,7 @@ class Updater:
         for shard, states, slices in zip(self.shards, self.states, group_slices, strict=True):
             for elements in slices.get(group, []):
                 start = elements.start
-                while start < elements.stop:
+                while start < elements.stop:  # a part ends with its slice, or where the batch is full
                     part = slice(start, min(start + chunk - batch.numel, elements.stop))
                     batch.add(shard.part(part), [state[part] for state in states])
                     start = part.stop

@@ -44,10 +44,11 @@ class Buffers:
         self._before = [torch.empty_like(each) for each in self.flat]
         for module in model.modules():
             if module._buffers:
-                _OF_MODULE[module] = weakref.ref(self)
+                _BUFFERS_OF[module] = weakref.ref(self)
                 if _snapshot not in module._load_state_dict_post_hooks.values():
                     module.register_load_state_dict_post_hook(_snapshot)  # type: ignore[no-untyped-call]
-        self._homes = [
+        # Under which name in which module each is registered: a forward pass may register another one there.
+        self._registered = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer)
             for prefix, module in named_modules(model)
             for key, buffer in module._buffers.items()
@@ -76,7 +77,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Return to the snapshot, even if a forward pass has replaced a buffer."""
-        for _, module, key, buffer in self._homes:
+        for _, module, key, buffer in self._registered:
             module._buffers[key] = buffer
         for before, flat in zip(self._before, self.flat, strict=True):
             flat.copy_(before)
@@ -104,7 +105,7 @@ class Buffers:
 
         Raises UnusableError for another shape or dtype.
         """
-        for name, module, key, buffer in self._homes:
+        for name, module, key, buffer in self._registered:
             new = module._buffers.get(key)
             if new is buffer:
                 continue
@@ -121,12 +122,12 @@ class Buffers:
 
 
 # A model is copied and pickled with its hooks, which must not keep the snapshot of the original.
-_OF_MODULE: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Buffers]] = weakref.WeakKeyDictionary()
+_BUFFERS_OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Buffers]] = weakref.WeakKeyDictionary()
 
 
 def _snapshot(module: nn.Module, incompatible_keys: object) -> None:
     """Remember what load_state_dict() has loaded: a skipped step would undo it."""
-    if (of_module := _OF_MODULE.get(module)) is not None and (buffers := of_module()) is not None:
+    if (reference := _BUFFERS_OF.get(module)) is not None and (buffers := reference()) is not None:
         buffers.snapshot()
 
 
