@@ -340,6 +340,14 @@ class Stepper:
         """The loss scale of the next step; 1 where there is none. Waits for the device."""
         return float(self.scale.value())
 
+    def restart_loss_scale(self) -> None:
+        """Return to the initial loss scale, on all ranks alike, between steps.
+
+        After compute_in_fp32() where gradients overflowed: what made a lower scale necessary is gone.
+        """
+        self._step.check_between_steps("restart_loss_scale()")
+        self.scale.restart()
+
     def counters(self) -> dict[str, int]:
         """Counters of the loss scale by name, including applied and skipped steps. Waits for the device."""
         return self.scale.counters()

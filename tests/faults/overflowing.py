@@ -1,7 +1,8 @@
 """Recipes whose activations leave the range of fp16, as those of models that were trained in bf16 do.
 
 Each is a tiny model of a kind that is known for it, on the same rows: 8 numbers, or their signs as tokens, to
-4 classes. All train in fp32; in fp16 the loss is not finite from the first step on, whatever the loss scale.
+4 classes. All train in fp32; in fp16 the loss is not finite from the first step on, whatever the loss scale,
+or the gradient.
 """
 
 from __future__ import annotations
@@ -126,6 +127,46 @@ class OnTokens(nn.Module):
         return out.float()
 
 
+def as_of_large_units(logits: Tensor) -> Tensor:
+    """The same values with gradients 1,000 times as large, as of a loss measured in thousandths."""
+    return logits + 999 * (logits - logits.detach())
+
+
+class Shrunk(nn.Module):
+    """Computes with small values, whose gradients are as large as the values are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x * 1e-4) * 1e4
+        return out
+
+
+class OnShrunk(OnRows):
+    def forward(self, x: Tensor) -> Tensor:
+        return as_of_large_units(super().forward(x))
+
+
+class BetweenModules(nn.Module):
+    """The same in the model's own code: it is no module's backward pass that leaves the range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = linear(FEATURES, WIDTH), linear(WIDTH, WIDTH)
+        self.head = linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(self.inner(self.first(x) * 1e-4) * 1e4))
+        return as_of_large_units(out.float())
+
+
+# They fail on the way back: the loss is finite, and the gradient is not at any loss scale.
+BACKWARD_MODELS = {
+    "shrunk": lambda: OnShrunk([Shrunk(), Shrunk()], RootMeanSquareNorm(), linear(WIDTH, CLASSES)),
+    "between_modules": BetweenModules,
+}
 MODELS = {
     "feed_forward": lambda: OnRows(
         [FeedForward(), FeedForward()], RootMeanSquareNorm(), linear(WIDTH, CLASSES)
@@ -150,7 +191,7 @@ def rows() -> TensorData:
 def recipe_of(name: str) -> Recipe:
     def build() -> nn.Module:
         torch.manual_seed(5)
-        return MODELS[name]()
+        return {**MODELS, **BACKWARD_MODELS}[name]()
 
     return Recipe(
         build_model=build,
@@ -184,6 +225,16 @@ def gated_unit(config: Config) -> Recipe:
 @recipe("no_norm")
 def no_norm(config: Config) -> Recipe:
     return recipe_of("no_norm")
+
+
+@recipe("shrunk")
+def shrunk(config: Config) -> Recipe:
+    return recipe_of("shrunk")
+
+
+@recipe("between_modules")
+def between_modules(config: Config) -> Recipe:
+    return recipe_of("between_modules")
 
 
 class Steep(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.faults.launching import Ended, run
-from tests.faults.overflowing import MODELS
+from tests.faults.overflowing import BACKWARD_MODELS, MODELS
 
 RECIPES = Path(__file__).with_name("overflowing.py")
 FALLBACKS = {
@@ -18,6 +18,12 @@ FALLBACKS = {
     "attention": [["blocks.0", "blocks.1"]],
     "gated_unit": [["blocks.0", "blocks.1"]],
     "no_norm": [["blocks.*.inner"], ["head"]],
+    "shrunk": [["blocks.0", "blocks.1"]],
+    "between_modules": [["inner"], ["first"]],
+}
+NAMED = {  # by the error of a run that does not fall back
+    "shrunk": "first gradient that was not finite: at the input of blocks.1 (Shrunk)",
+    "between_modules": "first gradient that was not finite: at the output of inner (Linear)",
 }
 # Weights that read values of 1e5 must be small, and change slowly.
 SLOWER = {
@@ -42,10 +48,13 @@ def fp32_modules_of(ended: Ended) -> list[str]:
     return list(config["precision"]["fp32_modules"])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, *BACKWARD_MODELS])
 def test_each_fails_in_fp16_and_trains_as_in_fp32_with_a_fallback(tmp_path: Path, name: str) -> None:
     fp32 = trained(tmp_path / "fp32", name, "precision=fp32")
-    assert trained(tmp_path / "fp16", name).codes == [5]
+    failed = trained(tmp_path / "fp16", name)
+    assert failed.codes == [5]
+    assert NAMED.get(name, "") in failed.outputs[0]
     ended = trained(tmp_path / "fallback", name, "precision.fp32_fallback=true")
     assert ended.codes == [0], ended
     assert fallbacks(ended) == FALLBACKS[name]
@@ -56,18 +65,21 @@ def test_each_fails_in_fp16_and_trains_as_in_fp32_with_a_fallback(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_two_ranks_fall_back_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["no_norm", "between_modules"])
+def test_two_ranks_fall_back_alike_and_a_resume_from_any_step_ends_with_the_same_bits(
+    tmp_path: Path, name: str
+) -> None:
     words = ("precision.fp32_fallback=true", "train.max_steps=6", "ddp.check_replicas_every_steps=1")
     saving = ("checkpoint.every_steps=1", "checkpoint.keep=10")
-    whole = trained(tmp_path / "whole", "no_norm", *words, *saving, ranks=2)
+    whole = trained(tmp_path / "whole", name, *words, *saving, ranks=2)
     assert whole.codes == [0, 0], whole
-    assert fallbacks(whole) == FALLBACKS["no_norm"]
+    assert fallbacks(whole) == FALLBACKS[name]
     for step in (1, 4):
         start = f"checkpoint.resume={whole.checkpoints[step]}"
-        resumed = trained(tmp_path / f"from{step}", "no_norm", *words, start, ranks=2)
+        resumed = trained(tmp_path / f"from{step}", name, *words, start, ranks=2)
         assert resumed.digest == whole.digest
-        assert fallbacks(resumed) == FALLBACKS["no_norm"][step:]
-        assert fp32_modules_of(resumed) == ["blocks.*.inner", "head"]
+        assert fallbacks(resumed) == FALLBACKS[name][step:]
+        assert fp32_modules_of(resumed) == [module for found in FALLBACKS[name] for module in found]
 
 
 def test_the_config_of_a_run_that_fell_back_starts_the_next_one_with_its_modules(tmp_path: Path) -> None:
@@ -75,6 +87,17 @@ def test_the_config_of_a_run_that_fell_back_starts_the_next_one_with_its_modules
     ended = trained(tmp_path / "run", "no_norm", *words)
     assert ended.codes == [0], ended
     assert ended.result["skipped_steps"] == 0
+
+
+def test_a_backward_overflow_at_the_smallest_scale_falls_back_and_the_scale_starts_anew(
+    tmp_path: Path,
+) -> None:
+    words = ("precision.loss_scale.init_scale=4", "train.max_steps=8", "precision.fp32_fallback=true")
+    ended = trained(tmp_path / "run", "shrunk", *words)
+    assert ended.codes == [0], ended
+    assert fallbacks(ended) == FALLBACKS["shrunk"]
+    scales = [event["scale"] for event in ended.events("step")]
+    assert scales == [4, 2, 1, 4, 4, 4, 4, 4]
 
 
 @pytest.mark.slow
@@ -89,7 +112,7 @@ def test_after_max_fp32_fallbacks_the_run_ends_with_the_module_named(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(tmp_path: Path) -> None:
+def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_and_amp_keeps_it(tmp_path: Path) -> None:
     words = (
         "precision.fp32_modules=[inner]",
         "precision.loss_scale.max_skips_at_min_scale=3",
@@ -97,7 +120,7 @@ def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(
     )
     ended = trained(tmp_path / "fp16", "steep", *words)
     assert ended.codes == [5], ended
-    assert "inner.weight: the module computes in fp32 (precision.fp32_modules), but" in ended.outputs[0]
+    assert "Gradient not finite on ranks [0], in parameters: inner.weight" in ended.outputs[0]
     kept = ("precision=amp_fp16", "ddp.gradient_dtype=fp32", "train.max_steps=6")
     ended = trained(tmp_path / "kept", "steep", *kept, *words)
     assert ended.codes == [0], ended

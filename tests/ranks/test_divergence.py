@@ -55,7 +55,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool) -> tuple[str, b
     recipe = SimpleNamespace(loss=loss)
     context = SimpleNamespace(stepper=stepper, env=env, recipe=recipe, batches=batches)
     text = NonFiniteInspector(cast(Any, context)).explain(
-        Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size)
+        Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), True
     )
     return text, state_digest(stepper) == before
 

@@ -107,7 +107,10 @@ def test_an_overflow_at_the_floor_tells_the_way_down_and_the_batch(tmp_path) -> 
     assert "3.weight" in error
     assert "Loss scale: 4 from step 1, 2 from step 2, 1 from step 3" in error
     assert "  rank 0: micro-batch of 16 training samples " in error
-    assert "the forward pass is finite: what is not arises in the backward pass" in error
+    assert (
+        "the forward pass is finite; first gradient that was not finite: at the output of 3 (Linear), inf"
+        in error
+    )
 
 
 BAD_MODELS = {

@@ -145,6 +145,17 @@ class LossScale:
         reason = f"{own}, not from the state's: that is {mode}, 2^{exponent}"
         return ScaleStart(scaling.exponent, False, reason)
 
+    def restart(self) -> None:
+        """Return to the initial scale, with its trackers; counters of steps stay."""
+        start = (2.0**self.scaling.exponent, 0, self.scaling.hysteresis)
+        scale, growth, hysteresis = map(self.placed, start)
+        self.state = self.state._replace(
+            scale=scale,
+            growth_tracker=growth,
+            hysteresis_tracker=hysteresis,
+            skips_at_min_scale=self.placed(0),
+        )
+
     def value(self) -> Tensor:
         """S as fp32, 0-dim."""
         return self.over(1)

@@ -1,8 +1,9 @@
 """Lets modules compute in fp32 once their outputs have left the range of fp16, and the run continue.
 
 Owns when that is tried and what is reported of it. A loss scale cannot help there: it moves gradients, not
-activations. All ranks read the same report of the same step, search together, and change the same modules
-before the next step; the skipped step has changed no weight.
+activations. Nor can it help where gradients leave that range at the smallest scale. All ranks read the same
+report of the same step, search together, and change the same modules before the next step; the skipped step
+has changed no weight.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class Fp32Fallback(Callback):
             self._record()
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
-        """Have further modules compute in fp32. A collective where the losses were not finite."""
+        """Have further modules compute in fp32. A collective where losses or gradients were not finite."""
         report = metrics.report
-        if not report.bad_losses or self._searcher.broken_weights():
+        backward = bool(report.culprit_parameters and report.skips_at_min_scale and not report.bad_losses)
+        if not (report.bad_losses or backward) or self._searcher.broken_weights():
             return
-        found, stepper = self._searcher.overflow(position), self._context.stepper
+        found, stepper = self._searcher.overflow(position, backward), self._context.stepper
         if found is None or found.module in stepper.fp32_modules:
             return
         why = f"{found.text} in step {position.step}"
@@ -63,6 +65,8 @@ class Fp32Fallback(Callback):
             return
         patterns = kind_of(stepper.model, found.module)
         stepper.compute_in_fp32(patterns)
+        if backward:
+            stepper.restart_loss_scale()
         self._fallbacks.append(patterns)
         metrics.falls_back = True
         self._context.telemetry.decision(

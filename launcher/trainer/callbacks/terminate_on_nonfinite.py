@@ -20,6 +20,7 @@ from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NonFinit
 from launcher.trainer.progress import EvalOutcome, Position
 
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
+FALLBACK = "If a module below made it, precision.fp32_fallback=true computes it in fp32."
 ADVICE = "Check the input for NaN, and normalise it; lower optim.lr, or set optim.clip_norm."
 
 
@@ -56,7 +57,8 @@ class TerminateOnNonFinite(Callback):
             at, advice = self._floor(report)
             raise DivergedError(
                 f"the gradient overflowed in {report.skips_at_min_scale} steps with none applied between "
-                f"them{at}, the last being step {position.step}. {advice}\n{self._evidence(position, report)}"
+                f"them{at}, the last being step {position.step}. {advice} {FALLBACK}\n"
+                f"{self._evidence(position, report)}"
             )
 
     def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
@@ -93,11 +95,10 @@ class TerminateOnNonFinite(Callback):
                 f"optim.clip_norm.\n{self._evidence(position, report)}"
             )
         if report.bad_loss_steps >= self.limits.max_bad_losses:
-            fallback = " If a module below made it, precision.fp32_fallback=true computes it in fp32."
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps with none applied between them, "
                 f"the last being step {position.step}. That is not the loss scale's fault. "
-                f"{ADVICE}{'' if self.limits.mode == 'none' else fallback}\n"
+                f"{ADVICE}{'' if self.limits.mode == 'none' else f' {FALLBACK}'}\n"
                 f"{self._evidence(position, report)}"
             )
 
@@ -119,7 +120,7 @@ class TerminateOnNonFinite(Callback):
         """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
         scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
         names = listed(report.culprit_parameters, MAX_NAMES)
-        seen = self.inspector.explain(position, report.culprit_ranks)
+        seen = self.inspector.explain(position, report.culprit_ranks, not report.bad_losses)
         return (
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
             f"Loss scale: {scales}\n{seen}"

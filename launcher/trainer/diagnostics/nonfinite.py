@@ -1,4 +1,4 @@
-"""Finds what became non-finite first: one forward pass, observed module by module.
+"""Finds what became non-finite first: one forward or backward pass, observed module by module.
 
 Owns the hooks of that one pass, and always removes them. Runs only after a step that was not finite, and
 changes neither weights nor buffers.
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from launcher.engine.names import named_buffers, named_modules, named_parameters
+from launcher.engine.precision.op_lists import map_tensors
 from launcher.trainer.device import uncompiled
 
 Kind = Literal["nan", "inf"]
@@ -90,6 +91,88 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
         run()
     found.parameters = tuple(nonfinite_parameters(model))
     return found
+
+
+@dataclass(frozen=True)
+class GradientFinding:
+    """A module at which the gradient was no longer finite on its way back."""
+
+    name: str
+    type: str
+    kind: Kind
+    position: int  # gradients that had been seen before it, in this pass
+
+
+@dataclass
+class BackwardDiagnosis:
+    """Result of one observed backward pass.
+
+    `origin`: the first module whose outputs had finite gradients and whose inputs had not. `source`: the
+    first module whose output had such a gradient, after `origin` if there is one: it makes what `origin`
+    reads, or, without an `origin`, what the model's own code between modules reads.
+    """
+
+    origin: GradientFinding | None = None
+    source: GradientFinding | None = None
+
+
+class _BackwardWatch:
+    """The hooks of one backward pass."""
+
+    def __init__(self) -> None:
+        self.found = BackwardDiagnosis()
+        self._calls, self._seen = itertools.count(), itertools.count()
+        self._open: list[int] = []  # calls of modules that have not ended
+        self._bad_outputs: set[int] = set()  # calls
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replace the inputs by views, whose gradients are those of this module and of no other reader."""
+        call = next(self._calls)
+        self._open.append(call)
+
+        def seen(gradient: Tensor) -> None:
+            number = next(self._seen)
+            if self.found.origin is None and call not in self._bad_outputs and not _finite(gradient):
+                self.found.origin = GradientFinding(name, type(module).__name__, _kind(gradient), number)
+                self.found.source = None  # that of a part of this module
+
+        def viewed(value: Tensor) -> Tensor:
+            if not value.requires_grad:
+                return value
+            view = value.view_as(value)
+            view.register_hook(seen)  # type: ignore[no-untyped-call]
+            return view
+
+        return map_tensors(viewed, args), map_tensors(viewed, kwargs)
+
+    def leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        call = self._open.pop()
+
+        def seen(gradient: Tensor) -> None:
+            number = next(self._seen)
+            if not _finite(gradient):
+                self._bad_outputs.add(call)
+                if self.found.source is None:
+                    self.found.source = GradientFinding(name, type(module).__name__, _kind(gradient), number)
+
+        for tensor in _floats(output):
+            if tensor.requires_grad:
+                tensor.register_hook(seen)  # type: ignore[no-untyped-call]
+
+
+def diagnose_backward(model: nn.Module, run: Callable[[], object]) -> BackwardDiagnosis:
+    """Observe one forward and backward pass, `run`. Buffers that it updates are restored."""
+    watch = _BackwardWatch()
+    with torch.enable_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
+        for name, module in named_modules(model):
+            # Before the hook that widens the inputs of a module in fp32: what becomes half again is seen.
+            enter = module.register_forward_pre_hook(
+                partial(watch.enter, name), with_kwargs=True, prepend=True
+            )
+            hooks.callback(enter.remove)
+            hooks.callback(module.register_forward_hook(partial(watch.leave, name)).remove)
+        run()
+    return watch.found
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:

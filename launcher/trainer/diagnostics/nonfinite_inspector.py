@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -59,22 +59,24 @@ class NonFiniteInspector:
         texts = {name: master_text(masters[name], weights[name].dtype) for name in broken if name in masters}
         return listed([f"{name} ({texts[name]})" if name in texts else name for name in broken], MAX_NAMES)
 
-    def explain(self, position: Position, suspected_ranks: Sequence[int]) -> str:
+    def explain(self, position: Position, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where the step at `position` went wrong, as lines of text; the same on all ranks.
 
-        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if the
-        forward pass finds nothing. The weights are the present ones: the step did not change them, but the
-        next one, already launched when this one is read, may have.
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if nothing
+        is found. `backward` runs the backward pass, too: the losses were finite. The weights are the present
+        ones: the step did not change them, but the next one, already launched when this one is read, may
+        have.
         """
-        return format_by_rank(self._of_all_ranks(partial(self._inspect, position)), suspected_ranks)
+        return format_by_rank(self._of_all_ranks(partial(self._inspect, position, backward)), suspected_ranks)
 
-    def overflow(self, position: Position) -> Finding | None:
+    def overflow(self, position: Position, backward: bool) -> Finding | None:
         """The first module that made values that are not finite from finite ones, in the step just read.
 
-        None where the batch, a weight or the loss itself was not finite. The same on all ranks: that of the
-        rank which has the earliest. A collective.
+        `backward`: the first that made such a gradient, and does not compute in fp32. None where the batch, a
+        weight or the loss itself was not finite. The same on all ranks: that of the rank which has the
+        earliest. A collective.
         """
-        first = min(self._of_all_ranks(partial(self._first_overflow, position)))
+        first = min(self._of_all_ranks(partial(self._first_overflow, position, backward)))
         return first if first.module else None
 
     def _of_all_ranks(self, inspect: Callable[[], Finding]) -> list[Finding]:
@@ -87,10 +89,13 @@ class NonFiniteInspector:
         texts = all_gather_str(self._context.env, json.dumps(asdict(own)))
         return [Finding(**json.loads(text)) for text in texts]
 
-    def _first_overflow(self, position: Position) -> Finding:
+    def _first_overflow(self, position: Position, backward: bool) -> Finding:
         """Evidence without a module where the cause is something else."""
         found = [Finding(NOT_FOUND, "")]
         for number, batch in enumerate(self._context.batches.step(position.epoch, position.step_of_epoch)):
+            if backward:
+                found.append(self._gradient_overflow(batch, position, number))
+                continue
             origin = self._run(batch, position, number)[
                 0
             ].origin  # of all micro-batches: collectives within modules match
@@ -100,7 +105,23 @@ class NonFiniteInspector:
                 found.append(Finding((number << 32) + origin.position, module_text(origin), origin.name))
         return min(found)
 
-    def _inspect(self, position: Position) -> Finding:
+    def _gradient_overflow(self, batch: Batch, position: Position, number: int) -> Finding:
+        """The first module at which the gradient of a micro-batch is not finite, of those not in fp32."""
+        self._seed(position, number)
+        stepper = self._stepper
+        found = nonfinite.diagnose_backward(
+            stepper.model, lambda: stepper.dry_backward(self._loss_sum(batch))
+        )
+        for place, module in (("input", found.origin), ("output", found.source)):
+            if module is not None and module.name and module.name not in stepper.fp32_modules:
+                text = (
+                    f"first gradient that was not finite: at the {place} of {module.name} ({module.type}), "
+                    f"{module.kind}"
+                )
+                return Finding((number << 32) + AFTER_FORWARD + module.position, text, module.name)
+        return Finding(NOT_FOUND, "")
+
+    def _inspect(self, position: Position, backward: bool) -> Finding:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
         batches = self._context.batches
         micro_batches = batches.step(position.epoch, position.step_of_epoch)
@@ -108,17 +129,21 @@ class NonFiniteInspector:
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
         for number, (batch, indices) in enumerate(by_batch):
             forward, loss_finite = self._run(batch, position, number)
+            back = self._gradient_overflow(batch, position, number) if backward else None
             arithmetic = self._stepper.policy.arithmetic
-            found.append(evidence_of(forward, loss_finite, number, batch, indices, arithmetic))
+            found.append(evidence_of(forward, loss_finite, number, batch, indices, arithmetic, back))
         return min(found, default=Finding(NOT_FOUND, "no samples"))
 
     def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
-        plan = self._context.batches.plan
-        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
+        self._seed(position, number)
         losses: list[Tensor] = []
         diagnosis = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
         return diagnosis, bool(losses[0].isfinite())
+
+    def _seed(self, position: Position, number: int) -> None:
+        plan = self._context.batches.plan
+        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._stepper.forward():
@@ -132,16 +157,18 @@ def evidence_of(
     batch: Batch,
     indices: Sequence[int],
     arithmetic: torch.dtype = torch.float32,
+    back: Finding | None = None,
 ) -> Finding:
     """The evidence in micro-batch `number`, which holds the training samples `indices`.
 
-    `arithmetic` is the dtype in which the model computes.
+    `arithmetic` is the dtype in which the model computes, `back` what its backward pass has shown.
     """
     finding = diagnosis.finding
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     if finding is None and loss_finite and not columns:
-        text = "the forward pass is finite: what is not arises in the backward pass"
-        return Finding(NOT_FOUND, f"{samples_text((), indices)}; {text}")
+        back = back or Finding(NOT_FOUND, "")
+        text = back.text or "what is not finite arises in the backward pass"
+        return replace(back, text=f"{samples_text((), indices)}; the forward pass is finite; {text}")
     suspects = sorted({row for rows in columns.values() for row in rows})
     if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
         suspects = list(finding.rows)

@@ -79,7 +79,7 @@ def test_the_error_names_ranks_parameters_scales_and_what_was_seen_again() -> No
     assert lines[2].startswith("Loss scale: 512 from step 6, 256 from step 7")
     assert lines[2].endswith("1 from step 15")
     assert lines[3] == "seen again"
-    assert inspector.asked == [(Position(0, 14, 15), (1,))]
+    assert inspector.asked == [(Position(0, 14, 15), (1,), True)]
 
 
 def test_a_bad_loss_over_broken_weights_ends_the_run_at_once() -> None:

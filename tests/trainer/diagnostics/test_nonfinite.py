@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from launcher.engine import SGD, Policy, Stepper
+from launcher.engine import SGD, Policy, Scaling, Stepper
 from launcher.trainer.diagnostics.nonfinite import (
     MAX_ROWS,
     buffers_kept,
     diagnose,
+    diagnose_backward,
     nonfinite_parameters,
 )
 from tests.engine.observe import state_digest
@@ -169,6 +170,55 @@ def test_overflow_of_fp16_is_found_under_the_precision_context(policy: Policy) -
 
 def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+class Steep(nn.Module):
+    """A gradient beyond fp16 within a module whose output has a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.inner(x * 1e-4)
+        return x + inner * 1e4
+
+
+class Towers(nn.Module):
+    """What `first` makes is read by two modules, of which `steep` overflows on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fine, self.steep = nn.Linear(4, 4), nn.Linear(4, 4), Steep()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = torch.relu_(self.fine(x)) + self.steep(x)
+        return out.float()
+
+
+@pytest.mark.parametrize(("scale", "found"), [(1.0, None), (1000.0, "steep")])
+def test_the_module_whose_gradient_leaves_fp16_is_named_and_what_made_its_input(scale, found) -> None:
+    torch.manual_seed(0)
+    stepper = Stepper(Towers(), SGD(0.1), Policy.fp16(), scaling=Scaling("none"), reference_count=1)
+
+    def run() -> None:
+        with stepper.forward():
+            loss = scale * stepper.model(torch.ones(2, 4)).sum()
+        stepper.dry_backward(loss)
+
+    def hooks() -> list[int]:
+        return [hook for m in stepper.model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
+
+    before = hooks()
+    diagnosis = diagnose_backward(stepper.model, run)
+    assert hooks() == before
+    if found is None:
+        assert (diagnosis.origin, diagnosis.source) == (None, None)
+        return
+    assert diagnosis.origin is not None
+    assert diagnosis.source is not None
+    assert (diagnosis.origin.name, diagnosis.source.name) == ("steep", "first")
 
 
 def test_hooks_are_gone_and_buffers_back_also_after_an_error() -> None:

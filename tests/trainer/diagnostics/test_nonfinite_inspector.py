@@ -71,7 +71,12 @@ def test_only_the_loss_may_be_at_fault() -> None:
 def test_a_finite_forward_pass_leaves_the_backward_pass() -> None:
     evidence = evidence_of(FINE, True, 2, BATCH, [1, 2, 3])
     assert evidence.order == NOT_FOUND
-    assert evidence.text.endswith("the forward pass is finite: what is not arises in the backward pass")
+    assert evidence.text.endswith(
+        "the forward pass is finite; what is not finite arises in the backward pass"
+    )
+    back = Finding(7, "first gradient that was not finite: at the output of fc (Linear), inf", "fc")
+    evidence = evidence_of(FINE, True, 2, BATCH, [1, 2, 3], back=back)
+    assert (evidence.order, evidence.text.endswith(f"the forward pass is finite; {back.text}")) == (7, True)
 
 
 def test_the_earliest_finding_is_told_first_and_the_innocent_not_at_all() -> None:
