@@ -19,6 +19,7 @@ import launcher.engine.limits as limits
 from launcher.engine.checks.attached_params import AttachedParams, InPlaceWrites
 from launcher.engine.checks.ported_loop import PortedLoop
 from launcher.engine.checks.step_warnings import StepWarnings
+from launcher.engine.errors import UnusableError
 from launcher.engine.grads.collectives import DDPOptions, ShardedSum, choose_collectives
 from launcher.engine.grads.reducer import Reducer
 from launcher.engine.grads.step_totals import TotalsReducer
@@ -55,6 +56,8 @@ class StepperOptions:
 
     def __post_init__(self) -> None:
         limits.require_fields(self)
+        if not self.learning_rates:
+            raise UnusableError("learning_rates is empty: it must hold at least one rate.")
         for step, rate in enumerate(self.learning_rates):
             limits.rate.require(f"learning rate of applied step {step}", rate)
 
