@@ -15,7 +15,6 @@ from launcher.commands.arguments import Arguments, parse
 from launcher.commands.doctor import doctor
 from launcher.commands.help import COMMANDS, config_directories, help_text, version_text
 from launcher.commands.run import report_failure, run_node, run_worker
-from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import INTERRUPTED, ON_REQUEST, Interrupted, LauncherError, escaped, in_words
 from launcher.launch.config_broadcast import INIT_S, ConfigBroadcast, receive_jobs
@@ -61,7 +60,7 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
     broadcast = ConfigBroadcast(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
-        exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), broadcast), ""
+        exit_code, reason = run_command(parse(typed_argv(argv)), broadcast), ""
     except (KeyboardInterrupt, Interrupted):
         exit_code, reason = INTERRUPTED, "interrupted"
     except SystemExit as stop:  # Hydra exits after some queries
@@ -87,11 +86,20 @@ def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
 def run_overrides(argv: Sequence[str]) -> tuple[str, ...] | None:
     """The overrides of a command that runs one job; None for any other, and for one that is refused."""
     try:
-        arguments = parse(with_typed_values(argv, os.environ))
+        arguments = parse(typed_argv(argv))
     except LauncherError:
         return None
     runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir", "--config-name"}
     return arguments.words if runs else None
+
+
+def typed_argv(argv: Sequence[str]) -> Sequence[str]:
+    """The words with the types that a sweep of wandb gives to its values."""
+    if "WANDB_SWEEP_PARAM_PATH" not in os.environ:
+        return argv
+    from launcher.telemetry.tracker.wandb_agent import with_typed_values  # takes 0.1 s
+
+    return with_typed_values(argv, os.environ)
 
 
 def without_node_rank(argv: Sequence[str]) -> list[str]:

@@ -9,10 +9,10 @@ import pytest
 import launcher.engine.errors
 import launcher.errors
 from launcher.commands.run import report_failure
-from launcher.config.user_code import short_traceback
 from launcher.data.reader import BadSample
 from launcher.distributed.exit_records import exit_record
 from launcher.errors import LauncherError, RecipeError
+from launcher.user_code import short_traceback
 
 
 @pytest.mark.parametrize("listed", [launcher.errors.listed, launcher.engine.errors.listed])

@@ -17,6 +17,7 @@ LAYERS = (
     {"errors"},
     {"os"},
     {"config"},
+    {"user_code"},
     {"run_dir"},
     {"distributed", "engine"},
     {"telemetry", "data"},

@@ -20,15 +20,14 @@ from launcher.config.messages import nearest, suggestion
 from launcher.config.overrides import with_plain_constant
 from launcher.config.recipe_file import expanded as expanded_recipe
 from launcher.config.resolve import compose_jobs
-from launcher.config.schema import Config
-from launcher.config.trees import paths_of
-from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
+from launcher.config.schema import Config, paths_of
 from launcher.errors import PRUNED, ConfigError, LauncherError
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.node_env import check_all_nodes_started
 from launcher.launch.worker_count import refuse_small_batch
 from launcher.run_dir.records import as_typed_config
 from launcher.telemetry.tracker.registry import refuse_missing
+from launcher.telemetry.tracker.wandb_agent import refuse_sweep, sweep_of_agent
 from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 
 HYDRA_QUERY_FLAGS = ("--cfg", "--info", "--hydra-help")

@@ -26,9 +26,8 @@ from yaml import YAMLError
 
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import quoted
-from launcher.config.overrides import CALL, code_problem
-from launcher.config.schema import rules
-from launcher.config.trees import leaves, paths_of, replaced, texts, value_at
+from launcher.config.overrides import CALL, code_problem, texts
+from launcher.config.schema import leaves, paths_of, replaced, rules, value_at
 from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version

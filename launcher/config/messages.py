@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from launcher.config.removed_keys import removed_key
+from launcher.config.other_keys import removed_key
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
 # Text that Hydra reads as text unquoted. YAML also reads 1e-3 as text, because YAML 1.1 wants a dot in it;

@@ -14,9 +14,8 @@ from typing import Any
 from hydra.core.override_parser.types import Override, ValueType
 
 from launcher.config.messages import nearest, shortened, show, suggestion
-from launcher.config.other_programs import PRECISIONS
+from launcher.config.other_keys import PRECISIONS
 from launcher.config.search_space import count_of, interval_problem
-from launcher.config.trees import nested_keys, texts
 
 OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
 UNSUPPORTED = {  # the engine's own reasons; importing them would need torch
@@ -159,3 +158,21 @@ def value_of(override: Override) -> Any:
     if override.is_discrete_sweep() and count_of(override) <= MOST_JOBS:  # else it is refused
         return list(override.sweep_iterator())
     return None if override.is_sweep_override() else override.value()
+
+
+def nested(value: object) -> Iterator[object]:
+    """The value and those within it, at any depth."""
+    yield value
+    if isinstance(value, dict | list | tuple):  # a check for Mapping takes three times as long
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from nested(item)
+
+
+def texts(value: object) -> Iterator[str]:
+    """The strings at any depth of a value, without the keys of mappings."""
+    return (each for each in nested(value) if isinstance(each, str))
+
+
+def nested_keys(value: object) -> Iterator[str]:
+    """The keys of the mappings at any depth of a value."""
+    return (str(key) for each in nested(value) if isinstance(each, dict) for key in each)

@@ -25,13 +25,12 @@ from launcher.config import overrides as checks
 from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE, OPTIMIZERS
-from launcher.config.other_programs import advice_for
+from launcher.config.other_keys import advice_for
 from launcher.config.overrides import MOST_JOBS, value_of
 from launcher.config.recipe_file import RecipeFunction
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
-from launcher.config.schema import Config, rules
+from launcher.config.schema import Config, paths_of, rules, value_at
 from launcher.config.search_space import Interval, Space
-from launcher.config.trees import paths_of, value_at
 from launcher.errors import ConfigError, first_line
 
 Composed = tuple[dict[str, object], list[str]]  # the tree of a job, and its problems

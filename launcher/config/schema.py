@@ -1,7 +1,8 @@
 """The typed config of a run: each key with the type that is also its rule.
 
-Owns the keys of a config and its JSON form. What a key means stands in conf/, where users read it. Kinds of
-rules are in `rules`, relations between keys in `validation`. Never imports torch or Hydra.
+Owns the keys of a config, its JSON form, and walks over its keys. What a key means stands in conf/, where
+users read it. Kinds of rules are in `rules`, relations between keys in `validation`. Never imports torch or
+Hydra.
 """
 
 from __future__ import annotations
@@ -339,3 +340,46 @@ def build(kind: Any, value: Any) -> Any:
         floats = any(float in (member, *get_args(member)) for member in get_args(kind))
         return float(value) if floats and type(value) is int else value
     return float(value) if kind is float else value
+
+
+def leaves(
+    values: Mapping[str, object], prefix: str = "", whole: str | None = None
+) -> Iterator[tuple[str, object]]:
+    """Dotted path and value of each leaf; a section with the name `whole` counts as one leaf."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key != whole:
+            yield from leaves(value, f"{prefix}{key}.", whole)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def paths_of(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key of the tree, sections included."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{prefix}{key}.")
+
+
+def value_at(values: object, path: str) -> object:
+    """The value at a dotted path; None where there is none."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def replaced(
+    values: Mapping[str, object], changes: Mapping[str, object], prefix: str = ""
+) -> dict[str, object]:
+    """A copy of `values` with `changes` applied, by dotted path."""
+    return {
+        key: replaced(value, changes, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else changes.get(f"{prefix}{key}", value)
+        for key, value in values.items()
+    }
+
+
+def typed_leaves(tree: Mapping[str, object]) -> dict[str, str]:
+    """The values of `leaves` as users type them, by dotted path."""
+    return {key: "null" if value is None else str(value) for key, value in leaves(tree)}

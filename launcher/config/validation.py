@@ -17,11 +17,11 @@ from launcher.config.schema import (
     Config,
     from_dict,
     is_section,
+    leaves,
     rules,
     section_types,
     types_of,
 )
-from launcher.config.trees import leaves
 from launcher.errors import ConfigError
 
 # Groups besides optim with keys that conf/config.yaml lacks, and the file that has them.

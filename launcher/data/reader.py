@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from launcher.config.user_code import short_traceback, user_location
 from launcher.data.epochs import enter_epoch, reads_together, with_epochs
 from launcher.data.seeding import seed_reading
 from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError, counted, described, listed
+from launcher.user_code import short_traceback, user_location
 
 # By a user's data set. Those that are no Exception end a loader process without a word.
 RAISED = (Exception, GeneratorExit, KeyboardInterrupt, SystemExit)

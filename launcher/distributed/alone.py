@@ -10,8 +10,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from launcher.config.user_code import user_location
 from launcher.errors import ConfigError
+from launcher.user_code import user_location
 
 NO_GROUP = "Default process group has not been initialized"  # of torch, in a ValueError
 

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.store import ignore_store_errors, missing_ranks
 from launcher.errors import LauncherError, OutOfMemoryError, described, visible, whole_text
 from launcher.os.oom import to_resource_error
+from launcher.user_code import short_traceback
 
 if TYPE_CHECKING:
     import torch.distributed as dist

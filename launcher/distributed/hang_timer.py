@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
-from launcher.config.user_code import place_of_thread, waits_for_another_rank
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord, StoreExitRecords
 from launcher.distributed.heartbeat import (
@@ -46,6 +45,7 @@ from launcher.os.signals import SAVING, STOPPING, save_means_stop
 from launcher.run_dir.records import stacks_path, write_failure
 from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
 from launcher.run_dir.status import FILE_NAME, state_since
+from launcher.user_code import place_of_thread, waits_for_another_rank
 
 if TYPE_CHECKING:
     import torch.distributed as dist

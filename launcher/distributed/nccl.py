@@ -11,9 +11,9 @@ import re
 import socket
 from collections.abc import MutableMapping
 
-from launcher.config.user_code import short_traceback
 from launcher.errors import LauncherError, PreflightError, UnexpectedError, whole_text
 from launcher.os.oom import LAST_OF_NCCL
+from launcher.user_code import short_traceback
 
 # Torch's watchdog then only logs timeouts, and its monitor ends no process: `hang_timer` does, and names the
 # rank. torchrun sets the first variable to 1, so its value is not the user's choice.

@@ -15,13 +15,13 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launcher.config.user_code import place_in_stacks
 from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.launch.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
 from launcher.launch.worker_process import WorkerSpec
 from launcher.os.lifetime import kill_group, state_of
 from launcher.os.signals import DUMP_STACKS_SIGNAL
+from launcher.user_code import place_in_stacks
 
 # Once one worker has failed: for the others to record their errors, and for rank 0 to close its tracker.
 ERROR_GRACE_S = 1.0

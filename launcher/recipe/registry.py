@@ -25,10 +25,10 @@ from launcher.config.messages import unknown_name
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
-from launcher.config.user_code import short_traceback
 from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.checks import checked
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule, with_label_smoothing
+from launcher.user_code import short_traceback
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Found = TypeVar("Found")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.config.trees import typed_leaves
+from launcher.config.schema import typed_leaves
 from launcher.errors import counted, first_line
 from launcher.report.event_history import EventHistory, read_history
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of

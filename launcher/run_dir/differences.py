@@ -10,8 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from launcher.config.messages import to_override
-from launcher.config.schema import Config
-from launcher.config.trees import leaves
+from launcher.config.schema import Config, leaves
 from launcher.errors import ConfigError
 from launcher.run_dir.records import CHECKPOINTS, CONFIG, as_typed_config, config_yaml
 from launcher.run_dir.status import FILE_NAME

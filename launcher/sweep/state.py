@@ -18,8 +18,7 @@ from enum import StrEnum, auto
 from pathlib import Path
 
 from launcher.config.messages import directory_override, shortened, to_override
-from launcher.config.schema import Config
-from launcher.config.trees import leaves
+from launcher.config.schema import Config, leaves
 from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json

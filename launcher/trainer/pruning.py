@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher.config.wandb_sweep import sweep_of_agent
 from launcher.run_dir.pruning import PruneRequest, prune_request
+from launcher.telemetry.tracker.wandb_agent import sweep_of_agent
 
 EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a shared disk two look-ups a second
 

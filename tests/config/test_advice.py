@@ -13,8 +13,7 @@ import pytest
 from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_values, conf_dir, group_choices
 from launcher.config.resolve import compose_one
-from launcher.config.schema import rules
-from launcher.config.trees import paths_of
+from launcher.config.schema import paths_of, rules
 from tests.config.test_composition import CHOICES
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.config import removed_keys
+from launcher.config import other_keys
 from launcher.config.messages import unknown_key
 from launcher.config.schema import rules
 
@@ -12,7 +12,7 @@ from launcher.config.schema import rules
 @pytest.mark.parametrize("path", ["old.key", "old.section.key"])
 def test_a_removed_key_says_what_to_do_instead(monkeypatch, path):
     table = {"old.key": "Use new.key.", "old.section": "Use new.key."}
-    monkeypatch.setattr(removed_keys, "REMOVED_KEYS", table)
+    monkeypatch.setattr(other_keys, "REMOVED_KEYS", table)
     assert unknown_key(f"{path}=1", path, ["old.keys"]) == f"{path}=1: this key is gone. Use new.key."
 
 
@@ -21,14 +21,14 @@ def test_a_removed_key_says_what_to_do_instead(monkeypatch, path):
     [("old.key", "It is called new.key now."), ("old", "Its keys are called new.key, new.other now.")],
 )
 def test_a_renamed_key_or_section_says_what_it_is_called_now(monkeypatch, path, said):
-    monkeypatch.setattr(removed_keys, "RENAMED_KEYS", {"old.key": "new.key", "old.last": "new.other"})
+    monkeypatch.setattr(other_keys, "RENAMED_KEYS", {"old.key": "new.key", "old.last": "new.other"})
     assert unknown_key(f"{path}=1", path, ["old.keys"]) == f"{path}=1: this key is gone. {said}"
 
 
 def test_a_renamed_key_has_the_name_of_one_that_there_is():
-    assert set(removed_keys.RENAMED_KEYS.values()) <= rules().keys()
-    assert not removed_keys.RENAMED_KEYS.keys() & rules().keys()
+    assert set(other_keys.RENAMED_KEYS.values()) <= rules().keys()
+    assert not other_keys.RENAMED_KEYS.keys() & rules().keys()
 
 
 def test_no_removed_key_is_one_that_there_is():
-    assert not removed_keys.REMOVED_KEYS.keys() & rules().keys()
+    assert not other_keys.REMOVED_KEYS.keys() & rules().keys()

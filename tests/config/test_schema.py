@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from launcher.config.groups import choice_values, conf_dir
 from launcher.config.messages import nearest
 from launcher.config.optimizers import OPTIMIZERS, AdamConfig
-from launcher.config.schema import Config, from_dict, rules, to_dict, types_of
-from launcher.config.trees import leaves
+from launcher.config.schema import Config, from_dict, leaves, rules, to_dict, types_of
 from launcher.config.validation import OPTIONS, parse
 from launcher.errors import ConfigError
 from launcher.run_dir.records import as_typed_config

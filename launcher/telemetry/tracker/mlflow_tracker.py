@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import launcher.telemetry.tracker.protocol as protocol
-from launcher.config.trees import leaves
+from launcher.config.schema import leaves
 from launcher.errors import PRUNED, PreemptedError
 
 ID = "launcher.run_id"  # a tag: mlflow numbers runs itself, and a resumed run continues the one with its id

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from launcher.config.schema import DataConfig, ModelConfig
-from launcher.config.user_code import user_location
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
 from launcher.telemetry.tracker.protocol import DirectedTracker, RunInfo, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, scalars_of
+from launcher.user_code import user_location
 
 log = logging.getLogger("launcher")
 

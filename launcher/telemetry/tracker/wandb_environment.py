@@ -13,9 +13,9 @@ from typing import Any
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import Config, rules
-from launcher.config.wandb_sweep import sweep_of_agent
 from launcher.errors import ConfigError
 from launcher.run_dir.claim import DEFAULT_ROOT
+from launcher.telemetry.tracker.wandb_agent import sweep_of_agent
 
 VARIABLES = {
     "project": "WANDB_PROJECT",

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.config.user_code import innermost, short_traceback, user_location
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import (
@@ -31,6 +30,7 @@ from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent
 from launcher.trainer.errors.recipe_errors import IN_LOG, recipe_failure
+from launcher.user_code import innermost, short_traceback, user_location
 
 CAUSE_S = 0.4  # for the rank that was lost to record why; the parent kills the others after half a second
 

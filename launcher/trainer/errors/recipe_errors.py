@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from launcher.config.user_code import short_traceback, user_location
 from launcher.data import loader
 from launcher.distributed.alone import HiddenProcessGroup
 from launcher.distributed.exit_records import is_secondary
@@ -21,6 +20,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, 
 from launcher.os.oom import TO_LOWER, to_resource_error
 from launcher.recipe.contract import Recipe
 from launcher.trainer.errors.model_mistakes import SHAPES, failing_module_inputs
+from launcher.user_code import short_traceback, user_location
 
 Result = TypeVar("Result")
 IN_LOG = "The full traceback is in"

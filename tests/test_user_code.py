@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config.user_code import SHOWN, short_traceback, user_location
 from launcher.recipe import cross_entropy
+from launcher.user_code import SHOWN, short_traceback, user_location
 
 
 def raised_by(code: Callable[[], object], kind: type[Exception]) -> Exception:
@@ -78,8 +78,8 @@ def test_the_errors_that_led_to_it_are_shown_alike() -> None:
 
 def test_the_built_in_recipes_of_a_wheel_are_the_users(tmp_path, monkeypatch) -> None:
     package = tmp_path / "site-packages" / "launcher"
-    monkeypatch.setattr("launcher.config.user_code.PACKAGE", package)
-    monkeypatch.setattr("launcher.config.user_code.recipes_dir", lambda: package / "recipes")
+    monkeypatch.setattr("launcher.user_code.PACKAGE", package)
+    monkeypatch.setattr("launcher.user_code.recipes_dir", lambda: package / "recipes")
     code: dict[str, Callable[[], object]] = {}
     for file, source in (
         ("engine/step.py", "def step(work): work()"),

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from launcher.config.composition import Request
-from launcher.config.other_programs import KEYS, PRECISIONS, SENTENCES, advice_for
+from launcher.config.other_keys import KEYS, PRECISIONS, SENTENCES, advice_for
 from launcher.config.resolve import compose_jobs
 from launcher.errors import ConfigError
 

@@ -14,8 +14,8 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
 from launcher.config.messages import literal
-from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent, with_typed_values
 from launcher.errors import ConfigError
+from launcher.telemetry.tracker.wandb_agent import refuse_sweep, sweep_of_agent, with_typed_values
 
 FORMS = ("args_no_hyphens", "args_append_hydra", "args_override_hydra", "args")
 VALUES = {
