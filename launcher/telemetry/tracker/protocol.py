@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,3 @@ class Tracker(Protocol):
 
     def finish(self, exit_code: int) -> None:
         """Called once, with the exit code of the run. Anything buffered must be written now."""
-
-
-@runtime_checkable
-class DirectedTracker(Tracker, Protocol):
-    """A tracker that uses which way a metric is better."""
-
-    def directions(self, higher_is_better: Mapping[str, bool]) -> None:
-        """Take which way is better, by the names of the next `log`, of the metrics that declare it."""

@@ -26,13 +26,6 @@ def media_of(record: Record) -> dict[str, Media]:
     return {name: value for name, value in _named(record) if isinstance(value, MEDIA)}
 
 
-def directions_of(record: Record) -> dict[str, bool]:
-    """Whether a higher value is better, by name in the row; without those that do not declare it."""
-    return {
-        _in_evaluation(record, name): higher for name, higher in record.get("higher_is_better", {}).items()
-    }
-
-
 def _named(record: Record) -> Iterator[tuple[str, object]]:
     event = record["event"]
     if event == "report":

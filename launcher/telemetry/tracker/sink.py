@@ -18,8 +18,8 @@ from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
-from launcher.telemetry.tracker.protocol import DirectedTracker, RunInfo, Tracker
-from launcher.telemetry.tracker.rows import directions_of, media_of, scalars_of
+from launcher.telemetry.tracker.protocol import RunInfo, Tracker
+from launcher.telemetry.tracker.rows import media_of, scalars_of
 from launcher.user_code import user_location
 
 log = logging.getLogger("launcher")
@@ -151,8 +151,6 @@ class TrackerSink(Sink):
         self._tracker.start(replace(self._run, config=all_encodable(config)))
 
     def _log(self, tracker: Tracker, record: Record) -> None:
-        if isinstance(tracker, DirectedTracker) and (directions := directions_of(record)):
-            tracker.directions(directions)
         if row := scalars_of(record):
             tracker.log(record["step"], row)
         for name, item in media_of(record).items():

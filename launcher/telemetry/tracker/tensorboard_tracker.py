@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import launcher.telemetry.tracker.protocol as protocol
-from launcher.telemetry.formatting import markdown_table
 
 FLUSH_S = 5  # until TensorBoard sees what was logged
 
@@ -41,11 +40,6 @@ class TensorboardTracker:
                 self._write_picture(step, name, item.path)
             case protocol.Histogram():
                 self._writer.add_histogram_raw(name, global_step=step, **_moments(item))
-            case protocol.Table():
-                self._write_text(step, name, _markdown(item.columns, item.rows))
-            case protocol.ConfusionMatrix():
-                rows = [[name, *counts] for name, counts in zip(item.classes, item.counts, strict=True)]
-                self._write_text(step, name, _markdown(["true \\ predicted", *item.classes], rows))
 
     def finish(self, exit_code: int) -> None:
         self.media(0, "exit_code", protocol.Text(str(exit_code)))
@@ -78,7 +72,3 @@ def _moments(item: protocol.Histogram) -> dict[str, object]:
         "bucket_limits": list(item.edges[1:]),
         "bucket_counts": list(item.counts),
     }
-
-
-def _markdown(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    return "\n".join(markdown_table([*map(str, columns)], ([*map(str, row)] for row in rows)))

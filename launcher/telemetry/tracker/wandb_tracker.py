@@ -28,12 +28,11 @@ DEFAULTS = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
 class WandbTracker:
-    """Implements `DirectedTracker`. `warn` receives problems that do not end tracking."""
+    """Implements `Tracker`. `warn` receives problems that do not end tracking."""
 
     def __init__(self, online: bool, warn: Callable[[str], None], patience: TrackerTimeouts) -> None:
         self._online, self._warn, self._patience = online, warn, patience
         self._run: Run | None = None
-        self._directed: dict[str, bool] = {}
 
     def start(self, run: protocol.RunInfo) -> None:
         for name, value in DEFAULTS.items():
@@ -42,14 +41,6 @@ class WandbTracker:
         self._run.define_metric("step", hidden=True)
         for group in GROUPS:
             self._run.define_metric(f"{group}/*", step_metric="step")
-
-    def directions(self, higher_is_better: Mapping[str, bool]) -> None:
-        """The summary of a metric is its best value, besides the last one."""
-        for name, higher in higher_is_better.items():
-            if self._directed.get(name) is not higher:
-                self._directed[name] = higher
-                best = "max" if higher else "min"
-                self._live.define_metric(name, step_metric="step", summary=f"{best},last")
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         self._live.log({"step": step, **values})

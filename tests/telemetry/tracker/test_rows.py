@@ -3,7 +3,7 @@
 import pytest
 
 from launcher.telemetry.tracker.protocol import ConfusionMatrix, Histogram, Table, Text
-from launcher.telemetry.tracker.rows import directions_of, media_of, scalars_of
+from launcher.telemetry.tracker.rows import media_of, scalars_of
 from launcher.telemetry.tracker.wandb_tracker import new_run_id
 
 
@@ -47,19 +47,6 @@ from launcher.telemetry.tracker.wandb_tracker import new_run_id
 )
 def test_events_appear_under_grouped_names(record, row):
     assert scalars_of(record) == row
-
-
-def test_the_directions_of_an_evaluation_have_the_names_of_its_row():
-    record = {
-        "event": "eval",
-        "time": 1.0,
-        "step": 9,
-        "val_loss": 0.2,
-        "higher_is_better": {"val_loss": False},
-    }
-    assert (scalars_of(record), directions_of(record)) == ({"eval/val_loss": 0.2}, {"eval/val_loss": False})
-    assert directions_of(record | {"set": "near"}) == {"eval/near/val_loss": False}
-    assert directions_of({"event": "step", "time": 1.0, "step": 9, "loss": 0.2}) == {}
 
 
 def test_gradients_and_reports_have_histograms_and_tables():
