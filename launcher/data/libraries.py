@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 from launcher.config.messages import install_line
 from launcher.errors import PreflightError
@@ -55,21 +54,13 @@ def datasets_library(user: str) -> ModuleType:
     return datasets
 
 
-@contextlib.contextmanager
-def offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
-    """Without a network the hub's client retries for 24 s; in offline mode it uses its cache."""
+def go_offline_if_unreachable(datasets: ModuleType) -> None:
+    """Without a network the hub's client retries for 24 s; in offline mode it uses its cache at once."""
     import huggingface_hub
 
-    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [switch.HF_HUB_OFFLINE for switch in switches]
     if not hub_answers():
-        for switch in switches:
-            switch.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.HF_HUB_OFFLINE = value
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
 
 
 def hub_answers() -> bool:

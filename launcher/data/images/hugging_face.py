@@ -16,7 +16,7 @@ from launcher.config.messages import nearest, suggestion
 from launcher.data.images.image_file import Source
 from launcher.data.images.image_index import TRAIN, VALIDATION, ImageIndex, image_index
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
-from launcher.data.libraries import datasets_library, offline_if_unreachable
+from launcher.data.libraries import datasets_library, go_offline_if_unreachable
 from launcher.errors import ConfigError, DataError, first_line, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}  # of a single file
@@ -98,8 +98,8 @@ def load(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE) -
             return library.load_dataset(path)
         if place.is_absolute():
             raise ConfigError(f"{where} does not exist. Give a folder, a file, or a hub name.")
-        with offline_if_unreachable(library):
-            return library.load_dataset(path)
+        go_offline_if_unreachable(library)
+        return library.load_dataset(path)
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
         if place.exists():
             raise DataError(f"{where} cannot be read: {first_line(error)}") from error
