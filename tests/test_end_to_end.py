@@ -106,7 +106,7 @@ def test_events_carry_the_documented_fields(finished) -> None:
     step = next(event for event in reversed(events) if event["event"] == "step")
     for field in ("loss", "lr", "grad_norm", "scale", "skipped", "samples_per_s", "step_ms", "memory_bytes"):
         assert isinstance(step[field], int | float), field
-    parts = sum(step[f"{part}_ms"] for part in ("data", "compute", "wire", "update"))
+    parts = sum(step[f"{part}_ms"] for part in ("data", "compute", "communication", "update"))
     assert 0.8 * step["step_ms"] < parts < 1.05 * step["step_ms"]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from launcher.distributed.exit_records import SharedExitRecords
 
-STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, whose module imports torch
+STEP_PARTS = ("data", "compute", "communication", "update")  # step_timer.PARTS, whose module imports torch
 PHASES = (
     "starting",
     "meeting the other ranks",
@@ -46,7 +46,7 @@ WAITING = frozenset(
         "comparing the data",
         "comparing the models",
         "comparing the trials",
-        "wire",
+        "communication",
         "consistency check",
         "adding up the evaluation",
     }

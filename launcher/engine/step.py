@@ -19,7 +19,7 @@ from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.update import StepScalars
 from launcher.engine.precision.found_inf import StepTotals, Verdict, judge
 from launcher.engine.result import StepNumbers
-from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
+from launcher.engine.step_timer import COMMUNICATION, COMPUTE, UPDATE
 
 
 class Step:
@@ -130,7 +130,7 @@ class Step:
         # From here on other ranks can apply the step without this one.
         self.totals_sent = True
         totals = self._parts.totals.reduce(message)
-        self._parts.clock.mark(WIRE)
+        self._parts.clock.mark(COMMUNICATION)
         return totals
 
     def _judge(self, totals: StepTotals) -> Verdict:

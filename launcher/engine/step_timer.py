@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 
-PARTS = DATA, COMPUTE, WIRE, UPDATE = "data", "compute", "wire", "update"  # of a step, in their order
+PARTS = DATA, COMPUTE, COMMUNICATION, UPDATE = (
+    "data",
+    "compute",
+    "communication",
+    "update",
+)  # of a step, in their order
 
 Mark = tuple[str, Any]  # the part that ends here, and when: seconds, or on a GPU a torch.cuda.Event
 

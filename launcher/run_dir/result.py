@@ -19,7 +19,7 @@ class StepTime:
     step_ms: float
     data_ms: float
     compute_ms: float
-    wire_ms: float
+    communication_ms: float
     update_ms: float
     rank: int | None
     waited_ms: float  # that another rank waits longer, in the exchange of gradients

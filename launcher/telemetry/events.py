@@ -60,7 +60,7 @@ class StepEvent(Event):
     step_ms: float  # mean of a step, and of its parts
     data_ms: float
     compute_ms: float
-    wire_ms: float
+    communication_ms: float
     update_ms: float
     other_ms: float  # in none of the parts
     memory_bytes: int  # the largest amount in use so far

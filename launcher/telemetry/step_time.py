@@ -20,7 +20,7 @@ TIMES = ("step_ms", *PARTS)
 TITLES = {
     "data_ms": "waiting for data",
     "compute_ms": "forward and backward",
-    "wire_ms": "gradient communication",
+    "communication_ms": "gradient communication",
     "update_ms": "update",
 }
 OVERHEAD = "overhead"
@@ -37,7 +37,7 @@ ADVICE = {
         "input-bound: {share} of the step{of} waits for data: raise data.num_workers (sets that are not in "
         "memory), make the data set's transform cheaper, or raise data.batch_size"
     ),
-    "wire_ms": (
+    "communication_ms": (
         "wire-bound: {share} of the step{of} waits for the exchange of gradients: "
         "raise data.batch_size, or use fewer ranks"
     ),

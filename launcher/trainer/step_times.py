@@ -14,15 +14,15 @@ from typing import Any
 
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
-from launcher.engine.step_timer import COMPUTE, PARTS, UPDATE, WIRE
+from launcher.engine.step_timer import COMMUNICATION, COMPUTE, PARTS, UPDATE
 
 
 def phase_ms(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]:
     """Milliseconds by part, as events have them. On one rank, reading the gradient is part of the update."""
     parts = {f"{part}_ms": spans_ms.get(part, 0.0) for part in PARTS}
     if world_size == 1:
-        parts[f"{UPDATE}_ms"] += parts[f"{WIRE}_ms"]
-        parts[f"{WIRE}_ms"] = 0.0
+        parts[f"{UPDATE}_ms"] += parts[f"{COMMUNICATION}_ms"]
+        parts[f"{COMMUNICATION}_ms"] = 0.0
     return parts
 
 
@@ -72,7 +72,7 @@ def slowest_rank_times(env: WorkerEnv, times: StepTimeTotals) -> dict[str, Any] 
     ranks = [json.loads(text) for text in all_gather_str(env, json.dumps(times.means()))]
     if not all(ranks):
         return None
-    waits = [means[f"{WIRE}_ms"] for means in ranks]
+    waits = [means[f"{COMMUNICATION}_ms"] for means in ranks]
     slowest = waits.index(min(waits))
     compute = [means[f"{COMPUTE}_ms"] for means in ranks]
     saved_ms = max(compute) - statistics.harmonic_mean(compute)

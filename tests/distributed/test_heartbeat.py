@@ -19,12 +19,12 @@ def test_the_parent_reads_what_each_forked_rank_wrote_last() -> None:
         if child == 0:
             heartbeat = table.of(rank)
             heartbeat.beat("data", 7)
-            heartbeat.beat("compute" if rank == 0 else "wire")
+            heartbeat.beat("compute" if rank == 0 else "communication")
             os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-    assert [(beat.phase, beat.step) for beat in table.read()] == [("compute", 7), ("wire", 7)]
+    assert [(beat.phase, beat.step) for beat in table.read()] == [("compute", 7), ("communication", 7)]
     assert all(0 <= beat.age_s < 5 for beat in table.read())
     behind = min(range(2), key=lambda rank: table.read()[rank].order)
     assert behind == 0
@@ -32,7 +32,7 @@ def test_the_parent_reads_what_each_forked_rank_wrote_last() -> None:
 
 def test_a_new_table_and_a_restarted_one_say_starting() -> None:
     table = Heartbeats(1)
-    table.of(0).beat("wire", 3)
+    table.of(0).beat("communication", 3)
     table.restart()
     assert [(beat.phase, beat.step) for beat in table.read()] == [("starting", 0)]
 
@@ -52,13 +52,13 @@ def test_a_step_counts_once_it_is_done(phase, done) -> None:
 def test_the_parts_of_a_step_enter_the_phases_that_follow_them() -> None:
     table = Heartbeats(2)
     heartbeat = table.of(1)
-    enter = heartbeat.phase_setter({"data": "compute", "compute": "wire"})
+    enter = heartbeat.phase_setter({"data": "compute", "compute": "communication"})
     heartbeat.beat("data", 7)
     found = []
     for part in ("", "data", "compute", "update"):
         enter(part)
         found.append((table.read()[1].phase, heartbeat.latest.phase, table.read()[1].step))
-    assert found == [(phase, phase, 7) for phase in ("data", "compute", "wire", "wire")]
+    assert found == [(phase, phase, 7) for phase in ("data", "compute", "communication", "communication")]
     with pytest.raises(KeyError, match="no phase"):
         heartbeat.phase_setter({"data": "no phase"})
 
@@ -74,14 +74,14 @@ def test_a_row_is_never_seen_half_written() -> None:
     if child == 0:
         heartbeat = table.of(0)
         for step in range(1, 400_000):
-            heartbeat.beat("wire", step)
+            heartbeat.beat("communication", step)
         os._exit(0)
     while table.read()[0].step == 0:
         time.sleep(0.001)
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         for _ in range(1000):
             (beat,) = table.read()
-            assert (beat.phase, beat.step > 0) == ("wire", True)
+            assert (beat.phase, beat.step > 0) == ("communication", True)
             assert beat.age_s < 60
 
 

@@ -181,7 +181,7 @@ def lack_memory_in_the_exchange() -> None:
             lack_memory_in_the_exchange,
             1,
             (),
-            "in wire of step 1: no room for 8 GiB.",
+            "in communication of step 1: no room for 8 GiB.",
             marks=pytest.mark.slow,
         ),
     ],

@@ -75,7 +75,9 @@ def test_what_is_broken_is_noticed(run_dir: Path, break_it, text) -> None:
 
 def test_a_verdict_on_somebody_else_is_noticed(tmp_path: Path) -> None:
     run = Run(Plan(2, 6), tmp_path, "a-test", limit_s=10)
-    line = "restart 1 of 9: rank 0 was killed by SIGKILL (pid 12) in wire of step 3; resuming from the start"
+    line = (
+        "restart 1 of 9: rank 0 was killed by SIGKILL (pid 12) in update of step 3; resuming from the start"
+    )
     (tmp_path / "command.err").write_text(f"{line}\n{line}\n")
     run.wait_for_restart(12)
     with pytest.raises(Failed, match="the fault hit pid 34, but the parent reports: restart 1 of 9: rank 0"):

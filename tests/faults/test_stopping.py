@@ -246,6 +246,6 @@ def test_without_a_parent_ranks_that_wait_for_one_that_hangs_say_so_and_end(tmp_
         started.signal(signal.SIGKILL, 1)
         ended = started.end()
     assert ended.codes[0] == 6
-    assert "error: rank 0 hangs: in wire of step" in ended.outputs[0]
+    assert "error: rank 0 hangs: in communication of step" in ended.outputs[0]
     assert "It waits for another rank, whose own output says where that is." in ended.outputs[0]
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)

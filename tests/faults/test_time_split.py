@@ -50,7 +50,7 @@ def test_what_bounds_the_step_is_named(tmp_path: Path, name) -> None:
     assert shares.verdict.startswith(f"{verdict}:"), shares
     if name == "slow_set":
         assert 16 * SAMPLE_S < shares.parts_ms["data_ms"] / 1e3 < 32 * SAMPLE_S
-    assert shares.parts_ms["wire_ms"] == 0.0, "there is none"
+    assert shares.parts_ms["communication_ms"] == 0.0, "there is none"
 
 
 def test_where_one_rank_waits_for_another_the_slow_one_is_named_with_its_bound(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_where_one_rank_waits_for_another_the_slow_one_is_named_with_its_bound(t
     shares = split_of(ended)
     assert shares.verdict.startswith("input-bound: "), shares
     assert "of the step of rank 1, for which the others wait, waits for data" in shares.verdict
-    assert ended.events("step")[-1]["wire_ms"] > ended.events("step")[-1]["data_ms"]
+    assert ended.events("step")[-1]["communication_ms"] > ended.events("step")[-1]["data_ms"]
 
 
 @pytest.fixture
@@ -79,4 +79,4 @@ def test_a_slow_link_is_named(tmp_path: Path, slow_link: Network) -> None:
     words = [*FIXED, "recipe.uses=wide", "data.batch_size=8", "train.max_steps=8"]
     shares = split_of(run_on_hosts(slow_link, tmp_path / "run", *words))
     assert shares.verdict.startswith("wire-bound: "), shares
-    assert 120 < shares.parts_ms["wire_ms"] < 300
+    assert 120 < shares.parts_ms["communication_ms"] < 300

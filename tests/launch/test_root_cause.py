@@ -27,7 +27,7 @@ def result(
     exit_code: int | None = None,
     error: str | None = None,
     step: int = 7,
-    phase: str = "wire",
+    phase: str = "communication",
     age_s: float = 0.1,
     time_s: float = 0.0,
     is_sigstopped: bool = False,
@@ -68,7 +68,7 @@ def lost(rank: int, time_s: float = 0.0) -> RankResult:
         ([result(0, 1, "my mistake")], 1, "my mistake"),
         ([result(0, 75, "saved"), result(1, 75, "saved")], 75, "saved"),
         ([result(0, 75, "saved"), result(1, 8, "disk full")], 8, "rank 1 failed: disk full"),
-        ([result(0, 75, "saved"), result(1)], 1, "rank 1 (pid 101) did not stop, in wire of step 7"),
+        ([result(0, 75, "saved"), result(1)], 1, "rank 1 (pid 101) did not stop, in communication of step 7"),
     ],
 )
 def test_the_culprit_is_named(results: Sequence[RankResult], exit_code, text) -> None:
@@ -90,8 +90,8 @@ def test_the_culprit_is_named(results: Sequence[RankResult], exit_code, text) ->
         ),
         (
             [result(0, age_s=5), result(1, age_s=4)],
-            "rank 0 (pid 100) hangs: in wire of step 7 for 5 s; "
-            "rank 1 (pid 101) hangs: in wire of step 7 for 4 s",
+            "rank 0 (pid 100) hangs: in communication of step 7 for 5 s; "
+            "rank 1 (pid 101) hangs: in communication of step 7 for 4 s",
         ),
         (
             [result(0, phase="done"), result(1, 0, "", step=1)],

@@ -16,7 +16,7 @@ def step(number, **fields):
         "step_ms": 10.0 + number % 3,
         "data_ms": 1e-05,
         "compute_ms": 7.25,
-        "wire_ms": 2.0,
+        "communication_ms": 2.0,
         "update_ms": 0.5,
     }
     return values | times | fields

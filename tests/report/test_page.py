@@ -26,7 +26,7 @@ def write_report(run_dir):
 
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
-TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
+TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "communication_ms": 0.5, "update_ms": 0.4}
 
 
 def write_events(run_dir, with_scale=True, with_accuracy=True):

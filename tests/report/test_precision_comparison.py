@@ -30,7 +30,7 @@ def record_of(seed: int, history: EventHistory, state: str = "", **result: Any) 
 
 def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Run:
     """A step of 100 ms of computation unless the parts say otherwise."""
-    parts_ms = [parts.get(part, 0.0) for part in ("data", "compute", "wire", "update")]
+    parts_ms = [parts.get(part, 0.0) for part in ("data", "compute", "communication", "update")]
     parts_ms[1] = parts.get("compute", 100.0)
     found, step_ms = EventHistory(), sum(parts_ms)
     times = dict(zip(TIMES, (step_ms, *parts_ms), strict=True)) | {"memory_bytes": parts.get("memory", 100e6)}

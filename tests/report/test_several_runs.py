@@ -22,7 +22,7 @@ from launcher.telemetry.event_log import EventLog
 from tests.limits import at_most
 from tests.report.test_page import HOSTILE, Page
 
-TIMES = dict.fromkeys(("step_ms", "data_ms", "compute_ms", "wire_ms", "update_ms"), 10.0)
+TIMES = dict.fromkeys(("step_ms", "data_ms", "compute_ms", "communication_ms", "update_ms"), 10.0)
 STEP_TIME = {**TIMES, "steps": 9, "rank": 0, "waited_ms": 5.0}
 SERIES = re.compile(r'data-name="([^"]*)" data-x="([^"]*)" data-y="([^"]*)"')
 
@@ -34,7 +34,13 @@ def write_run(
     events = [{"event": "start", "time": 100.0, "step": 0, "total_steps": steps, "format": 1}]
     for step in range(1, steps + 1):
         values = {"loss": 2.0 / step + seed, "lr": lr, "scale": 1024.0, "samples_per_s": 10.0, "skipped": 0}
-        times = {"step_ms": 10.0, "data_ms": 7.0, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.5}
+        times = {
+            "step_ms": 10.0,
+            "data_ms": 7.0,
+            "compute_ms": 2.0,
+            "communication_ms": 0.5,
+            "update_ms": 0.5,
+        }
         events.append({"event": "step", "time": 100.0 + step, "step": step, "epoch": 0, **values, **times})
     if metric:
         events.append(

@@ -35,7 +35,7 @@ CLEAN = StepReport(
     culprit_ranks=(),
     culprit_parameters=(),
     votes=(0,) * VOTES,
-    spans_ms={"compute": 3.0, "wire": 1.0},
+    spans_ms={"compute": 3.0, "communication": 1.0},
 )
 OVERFLOW = replace(
     CLEAN, skipped=True, skipped_steps=1, culprit_ranks=(1,), culprit_parameters=("fc.weight",)

@@ -13,12 +13,22 @@ from tests.ranks.harness import run_ranks
 
 CPU = torch.device("cpu")
 ALONE = WorkerEnv(0, 1, 0, 1, CPU, None)
-SPANS = {"data": 1.0, "compute": 5.0, "wire": 2.0, "update": 3.0}
+SPANS = {"data": 1.0, "compute": 5.0, "communication": 2.0, "update": 3.0}
 
 
 def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
-    assert phase_ms(SPANS, 2) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 2.0, "update_ms": 3.0}
-    assert phase_ms(SPANS, 1) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 0.0, "update_ms": 5.0}
+    assert phase_ms(SPANS, 2) == {
+        "data_ms": 1.0,
+        "compute_ms": 5.0,
+        "communication_ms": 2.0,
+        "update_ms": 3.0,
+    }
+    assert phase_ms(SPANS, 1) == {
+        "data_ms": 1.0,
+        "compute_ms": 5.0,
+        "communication_ms": 0.0,
+        "update_ms": 5.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,7 +47,7 @@ def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, ste
 
 def slowest_of(env: WorkerEnv, waits_ms: list[float]) -> str:
     times = StepTimeTotals(env.world_size)
-    times.add(0.01, SPANS | {"wire": waits_ms[env.rank], "data": float(env.rank)})
+    times.add(0.01, SPANS | {"communication": waits_ms[env.rank], "data": float(env.rank)})
     return json.dumps(slowest_rank_times(env, times))
 
 
@@ -45,7 +55,12 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     texts = run_ranks(2, slowest_of, [7.0, 0.5])
     assert texts[0] == texts[1]
     found = json.loads(texts[0])
-    assert (found["rank"], found["waited_ms"], found["data_ms"], found["wire_ms"]) == (1, 6.5, 1.0, 0.5)
+    assert (found["rank"], found["waited_ms"], found["data_ms"], found["communication_ms"]) == (
+        1,
+        6.5,
+        1.0,
+        0.5,
+    )
     assert found["auto_share_gain"] == 1.0, "both compute as long"
 
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from launcher.distributed.collectives import all_gather_str
-from launcher.engine.step_timer import DATA, WIRE
+from launcher.engine.step_timer import COMMUNICATION, DATA
 from launcher.telemetry.events import StragglerEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
@@ -66,7 +66,7 @@ class Stragglers(Callback):
 
     def _compare(self, step: int, own: StepTimeTotals) -> None:
         """Compare the ranks' times of the window that ends with `step`. A collective."""
-        texts = all_gather_str(self._context.env, json.dumps([own.mean_ms(WIRE), own.mean_ms(DATA)]))
+        texts = all_gather_str(self._context.env, json.dumps([own.mean_ms(COMMUNICATION), own.mean_ms(DATA)]))
         latest, late_ms, cause = latest_rank([json.loads(text) for text in texts])
         step_ms = sum(own.spans_ms.values()) / own.steps
         if late_ms < max(LATE_MS, LATE_SHARE * step_ms):

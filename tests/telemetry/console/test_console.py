@@ -29,7 +29,7 @@ from tests.telemetry.made import made
 from launcher.telemetry import Telemetry
 from launcher.telemetry.console.console import Console
 
-times = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
+times = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "communication_ms": 0.5, "update_ms": 0.4}
 telemetry = Telemetry([Console(sys.stdout, sys.stderr, Path("/runs/one"))])
 telemetry.decision("precision", "fp16, emulated: this CPU has no fp16 arithmetic")
 telemetry.decision("tracker", "offline: no API key", sync="wandb sync /runs/one/wandb/offline-run-*")
@@ -59,7 +59,7 @@ END = [
     "done after 24 steps in 1:23 at 1,200 samples/s: val_loss 0.2500, accuracy 97.50 %",
     "input-bound: 71 % of the step waits for data: raise data.num_workers (sets that are not in memory), "
     "make the data set's transform cheaper, or raise data.batch_size",
-    "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4, other 0.0",
+    "step 10.0 ms on average: data 7.1, compute 2.0, communication 0.5, update 0.4, other 0.0",
     "files: /runs/one",
     "to upload the run to wandb: wandb sync /runs/one/wandb/offline-run-*",
 ]
@@ -162,7 +162,7 @@ def test_on_a_terminal_there_is_a_bar_per_epoch_and_one_table():
 
 
 def timed(step, data, compute, wire, update):
-    times = {"data_ms": data, "compute_ms": compute, "wire_ms": wire, "update_ms": update}
+    times = {"data_ms": data, "compute_ms": compute, "communication_ms": wire, "update_ms": update}
     return {"step": step, "step_ms": float(data + compute + wire + update), **times}
 
 
@@ -189,7 +189,7 @@ def test_the_verdict_names_the_part_that_takes_too_much(parts, verdict):
 
 
 def at_end(**changed):
-    parts = {"data_ms": 1.0, "compute_ms": 6.0, "wire_ms": 1.0, "update_ms": 1.0}
+    parts = {"data_ms": 1.0, "compute_ms": 6.0, "communication_ms": 1.0, "update_ms": 1.0}
     of_rank = {"steps": 9, "rank": 1, "waited_ms": 0.0, "step_ms": 10.0}
     return {"step_time": parts | of_rank | changed}
 

@@ -133,7 +133,7 @@ def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
     (event,) = recorder.of("step")
     assert event["loss"] == pytest.approx((2 * 8 + 5 * 16) / 24)
     assert event["compute_ms"] == 3.0
-    assert (event["update_ms"], event["wire_ms"]) == (1.0, 0.0), "one rank has no wire"
+    assert (event["update_ms"], event["communication_ms"]) == (1.0, 0.0), "one rank has no wire"
 
 
 def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:

@@ -31,12 +31,12 @@ def test_the_rank_that_waits_least_is_the_latest_and_its_data_may_be_the_cause(t
     assert latest_rank(times) == expected
 
 
-def train(env: WorkerEnv, wire_ms: list[float], steps: int, first: int) -> list[dict[str, Any]]:
+def train(env: WorkerEnv, communication_ms: list[float], steps: int, first: int) -> list[dict[str, Any]]:
     """The events of a rank whose steps have this time of waiting, 10 ms of compute and 2 of others."""
     recorder = Recorder()
     context = replace(context_alone(Telemetry([recorder]), LIMITS, 1), env=env)
     part = Stragglers(context, [f"node{rank}" for rank in range(env.world_size)])
-    spans = {"data": 1.0, "compute": 10.0, "wire": wire_ms[env.rank], "update": 1.0}
+    spans = {"data": 1.0, "compute": 10.0, "communication": communication_ms[env.rank], "update": 1.0}
     for step in range(first, first + steps):
         part.on_step_metrics(Position(0, step - 1, step), metrics_of(replace(CLEAN, spans_ms=spans)))
     return recorder.events
@@ -62,7 +62,8 @@ def test_each_whole_window_is_an_event_and_the_warning_is_repeated_with_a_count(
 
 
 @pytest.mark.parametrize(
-    ("wire_ms", "steps", "first"), [([5.0, 4.0], 3 * WINDOW, 1), ([9.0, 1.0], WINDOW + 20, WINDOW + 7)]
+    ("communication_ms", "steps", "first"),
+    [([5.0, 4.0], 3 * WINDOW, 1), ([9.0, 1.0], WINDOW + 20, WINDOW + 7)],
 )
-def test_nearly_even_or_in_no_whole_window_nobody_is_named(wire_ms, steps, first) -> None:
-    assert run_ranks(2, train, wire_ms, steps, first) == [[], []]
+def test_nearly_even_or_in_no_whole_window_nobody_is_named(communication_ms, steps, first) -> None:
+    assert run_ranks(2, train, communication_ms, steps, first) == [[], []]
