@@ -11,20 +11,14 @@ import functools
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
+from traceback import StackSummary, TracebackException, walk_tb
 from types import CodeType
 
 from launcher.config.groups import PACKAGE, recipes_dir
 from launcher.errors import visible
 
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
-# Call what the user wrote, and say nothing about it.
-MACHINERY = tuple(f"torch/{name}" for name in ("nn/modules/module.py", "_dynamo/", "utils/_contextlib.py"))
-# Of the launcher: from the command line to the start of a job, the same in every run.
-LAUNCH_FRAMES = ("__main__.py", "cli.py", "commands/", "launch/", "worker.py")
-ENGINE = "engine/"  # between the user's call and torch: emulation, autocast
 SHOWN = 5, 15  # of the outermost and of the innermost frames
 WAITS = "torch/distributed/", "launcher/recipe/rank0.py"  # files, in which a rank waits for another one
 
@@ -89,45 +83,23 @@ def is_of_the_user(file: str) -> bool:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback of an error and of those that led to it, without frames that do not help a user.
+    """The traceback of an error and of those that led to it: the user's lines, and the line that raised.
 
-    Begins at the user's first line, and keeps those of libraries after it. If no line is the user's, it
-    begins where the job does.
+    The whole of it where no line is the user's.
     """
     whole = TracebackException.from_exception(error)
-    for each in _chain(whole):
-        each.stack = StackSummary.from_list(_shown(each.stack))
-    return "".join(map(visible, whole.format()))
-
-
-def _chain(error: TracebackException) -> Iterator[TracebackException]:
-    ahead: list[TracebackException | None] = [error]
+    ahead: list[TracebackException | None] = [whole]
     while ahead:
-        each = ahead.pop()
-        if each is not None:
+        if (each := ahead.pop()) is not None:
             ahead += [each.__cause__, each.__context__]
-            yield each
-
-
-def _shown(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
-    """The frames that help. The last one always does, unless it is the engine's below the user's."""
-    own = [number for number, frame in enumerate(stack) if is_of_the_user(frame.filename)]
-    if own:
-        frames = [frame for frame in stack[own[0] :] if not _is_ours(frame, ENGINE)]
-        outer = [frame for frame in frames[:-1] if not (_is_ours(frame) or _is_machinery(frame))]
-    else:
-        frames = [*stack]
-        outer = [frame for frame in frames[:-1] if not _is_ours(frame, *LAUNCH_FRAMES)]
-    shown, (first, last) = [*outer, *frames[-1:]], SHOWN
-    return shown if len(shown) <= first + last else [*shown[:first], *shown[-last:]]
-
-
-def _is_ours(frame: FrameSummary, *folders: str) -> bool:
-    path = Path(frame.filename)
-    if not path.is_relative_to(PACKAGE) or path.is_relative_to(recipes_dir()):
-        return False
-    return not folders or path.relative_to(PACKAGE).as_posix().startswith(folders)
-
-
-def _is_machinery(frame: FrameSummary) -> bool:
-    return any(f"site-packages/{each}" in frame.filename for each in MACHINERY)
+            own = [is_of_the_user(frame.filename) for frame in each.stack]
+            last = len(own) - 1
+            frames = [
+                frame
+                for number, frame in enumerate(each.stack)
+                if own[number] or number == last or not any(own)
+            ]
+            begin, end = SHOWN
+            shown = frames if len(frames) <= begin + end else [*frames[:begin], *frames[-end:]]
+            each.stack = StackSummary.from_list(shown)
+    return "".join(map(visible, whole.format()))

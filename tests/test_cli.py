@@ -102,15 +102,10 @@ def test_each_command_has_a_page(command: str) -> None:
     assert help_text([conf_dir()], command) != help_text([conf_dir()])
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(
-    "words",
-    [["recipes", "a"], ["recipe=resnet18", "-c", "job", "-p", "optimm"]],
-)
-def test_a_page_that_is_not_there_is_refused(tmp_path, words: list[str]) -> None:
-    done = ask(words, tmp_path)
+def test_the_list_of_recipes_takes_no_name(tmp_path) -> None:
+    done = ask(["recipes", "a"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Nearest: " in done.stderr or "give no name" in done.stderr
+    assert "Its keys: recipe=NAME --cfg job" in done.stderr
 
 
 def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None:

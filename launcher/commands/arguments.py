@@ -7,11 +7,10 @@ nothing but its arguments, and the names of recipes for an error.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, suggestion
@@ -40,7 +39,7 @@ REFUSED = {  # flags of Hydra
 class Arguments:
     command: str  # "train" if no other is given
     words: tuple[str, ...]  # overrides, or what the command works on
-    flags: Mapping[str, str | None]  # by long name; None: a switch
+    flags: Mapping[str, Any]  # by long name; None: a switch
 
     @property
     def config_dir(self) -> Path | None:
@@ -52,18 +51,6 @@ class Arguments:
         """The flags to pass to Hydra, in its form."""
         theirs = [(flag, value) for flag, value in self.flags.items() if not flag.startswith("--config-")]
         return [flag if value is None else f"{flag}={value}" for flag, value in theirs]
-
-    def numbers(self, flag: str, usual: str, holds: Callable[[list[float]], bool], rule: str) -> list[float]:
-        """The numbers of a flag, separated by commas. Raises ConfigError unless they follow the rule."""
-        text = self.flags.get(flag)
-        text = usual if text is None else text
-        try:
-            found = [float(each) for each in text.split(",")] if text else []
-        except ValueError:
-            found = [math.nan]
-        if not holds(found):
-            raise ConfigError(f"{flag} {text}: must be {rule}.")
-        return found
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -90,12 +77,17 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("-i", "--info", choices=INFO_TOPICS)
         self.add_argument("--dtype", choices=("fp32", "fp16"))
         self.add_argument("--out")
-        self.add_argument("--every")
-        self.add_argument("--rates")
+        self.add_argument("--every", type=float)
+        self.add_argument("--rates", type=numbers)
         self.add_argument("words", nargs="*", default=[])
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See --help.")
+
+
+def numbers(text: str) -> list[float]:
+    """Numbers that are separated by commas."""
+    return [float(each) for each in text.split(",")]
 
 
 def parse(argv: Sequence[str]) -> Arguments:

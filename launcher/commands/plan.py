@@ -6,7 +6,6 @@ Owns the flags of the command and who it asks: the config, the number of devices
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import warnings
@@ -42,12 +41,10 @@ def plan(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     launch = planned_launch(config.launch, broadcast.launch, os.environ)
     refuse_small_batch(config, launch)
     world_size = num_ranks(config.launch, launch)
-    rates = arguments.numbers(
-        "--rates",
-        "",
-        lambda rates: not rates or (len(rates) == world_size and all(0 < rate < math.inf for rate in rates)),
-        f"a number above 0 for each of the {counted(world_size, 'rank')}, such as 3,1",
-    )
+    rates: list[float] = arguments.flags.get("--rates", [])
+    if rates and (len(rates) != world_size or min(rates) <= 0):
+        each = f"a number above 0 for each of the {counted(world_size, 'rank')}"
+        raise ConfigError(f"--rates: must be {each}, such as 3,1.")
     from launcher.plan.estimate import estimate
     from launcher.plan.page import lines_of
 

@@ -16,16 +16,13 @@ import hydra
 from launcher.commands.arguments import Arguments
 from launcher.commands.run import report_failure, run_job
 from launcher.config.composition import HYDRA_VERSION, Request
-from launcher.config.messages import nearest, suggestion
 from launcher.config.overrides import with_plain_constant
 from launcher.config.recipe_file import expanded as expanded_recipe
 from launcher.config.resolve import compose_jobs
-from launcher.config.schema import Config, paths_of
 from launcher.errors import PRUNED, ConfigError, LauncherError
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.node_env import check_all_nodes_started
 from launcher.launch.worker_count import refuse_small_batch
-from launcher.run_dir.records import as_typed_config
 from launcher.telemetry.tracker.registry import refuse_missing
 from launcher.telemetry.tracker.wandb_agent import refuse_sweep, sweep_of_agent
 from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
@@ -47,7 +44,6 @@ def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[i
         request = continued(request)
     configs = compose_jobs(request)
     if any(flag in arguments.flags for flag in HYDRA_QUERY_FLAGS):
-        refuse_unknown_part(arguments, configs[0])
         overrides = expanded_recipe(with_plain_constant(request.overrides))
         return run_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:  # all jobs are checked before the first starts
@@ -70,13 +66,6 @@ def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[i
             raise
         report_failure(error)  # the agent would count another exit code as a failure, and give up after five
     return 0
-
-
-def refuse_unknown_part(arguments: Arguments, config: Config) -> None:
-    """Raise ConfigError for `--package` of a part that the config has not: Hydra would exit with 0."""
-    part, known = arguments.flags.get("--package"), {*paths_of(as_typed_config(config))}
-    if part is not None and arguments.flags.get("--cfg") == "job" and part not in known:
-        raise ConfigError(f"--package {part}: the config has no such part.{suggestion(nearest(part, known))}")
 
 
 def request_of(arguments: Arguments) -> Request:

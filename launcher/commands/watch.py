@@ -28,7 +28,9 @@ from launcher.launch.config_broadcast import ConfigBroadcast
 if TYPE_CHECKING:
     from launcher.report.watching import RunView, SweepView
 
-EVERY_S, EVERY_LINE_S = "1", "10"  # on a terminal; elsewhere, where each look is a line
+EVERY_S, EVERY_LINE_S = 1.0, 10.0  # on a terminal; elsewhere, where each look is a line
+
+SHORTEST_S = 0.05
 
 
 def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
@@ -38,7 +40,7 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     every 10 seconds. Reads only the files in RUN, so it can run on any machine that mounts RUN. Ctrl-C leaves
     the view; the run continues. When the run ends, so does this command, with the run's exit code.
 
-      --every SECONDS    seconds between two updates, from 0.05 to 86400
+      --every SECONDS    seconds between two updates
 
     Example: {program} watch outputs/resnet18/20260101-120000-ab12
     """
@@ -50,9 +52,8 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     directory = checked("watch", arguments.words[0])
     live = sys.stdout.isatty() and find_spec("rich") is not None
     if sys.stdout.isatty() and not live:
-        print(f"a line every {EVERY_LINE_S} s; for a live view: {install_line('rich')}")
-    usual = EVERY_S if live else EVERY_LINE_S
-    (every_s,) = arguments.numbers("--every", usual, is_interval, "seconds from 0.05 to 86400")
+        print(f"a line every {EVERY_LINE_S:g} s; for a live view: {install_line('rich')}")
+    every_s = max(SHORTEST_S, arguments.flags.get("--every", EVERY_S if live else EVERY_LINE_S))
     try:
         source = SweepView(directory) if is_sweep(directory) else RunView(directory)
         source.poll()
@@ -73,11 +74,6 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
 
 def print_lines(source: RunView | SweepView) -> None:
     print("\n".join(source.lines()), flush=True)
-
-
-def is_interval(seconds: list[float]) -> bool:
-    """Whether it is one number of seconds between two updates; one that waits longer has stopped watching."""
-    return len(seconds) == 1 and 0.05 <= seconds[0] <= 86_400  # a day
 
 
 @contextmanager

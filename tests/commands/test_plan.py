@@ -91,7 +91,7 @@ def test_a_plan_says_what_shares_by_speed_would_gain(capsys) -> None:
     assert cli.main([*words, "data.share=[48,16]", "--rates", "1,1"]) == 0
     assert "48, 16 samples by rank, 0.67 times as fast as equal shares" in capsys.readouterr().out
     assert cli.main([*words, "--rates", "3"]) == 2
-    assert "--rates 3: must be a number above 0 for each of the 2 ranks" in capsys.readouterr().err
+    assert "--rates: must be a number above 0 for each of the 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow

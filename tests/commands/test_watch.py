@@ -214,7 +214,7 @@ def test_a_sweep_has_a_line_for_each_job_and_running_ones_come_first(tmp_path):
         (["watch"], "watch: give one run or sweep"),
         (["watch", "nowhere/at/all"], "watch nowhere/at/all: there is no such directory"),
         (["watch", "EMPTY"], "this is no run and no sweep"),
-        (["watch", "RUN", "--every", "soon"], "--every soon: must be seconds"),
+        (["watch", "RUN", "--every", "soon"], "argument --every: invalid float value"),
         (["report", "RUN", "--every=1"], "--every: belongs to the command watch only"),
     ],
 )
