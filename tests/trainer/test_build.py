@@ -260,11 +260,8 @@ def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
     [
         ([1, 2, 3], r"has shape \[3\]: it must have one entry for each of the 64 training samples"),
         (torch.ones(64, 2), r"has shape \[64, 2\]: it must have one entry"),
-        ([1.0] * 7 + [float("nan")] + [1.0] * 56, "entry 7 is nan: a length must be a finite number"),
-        ([1] * 63 + [-5], "entry 63 is -5: a length must be"),
-        (["long"] * 64, "is a list that no tensor can be made of"),
     ],
-    ids=["too few", "two dimensions", "NaN", "negative", "no numbers"],
+    ids=["too few", "two dimensions"],
 )
 def test_lengths_that_do_not_fit_the_training_set_are_refused(lengths, text) -> None:
     recipe = Recipe(mlp, DATA, DATA, cross_entropy, lengths=lengths)
