@@ -59,11 +59,11 @@ class PreflightError(LauncherError):
 class OutOfMemoryError(LauncherError):
     """The device has too little memory for this model and batch.
 
-    `halved` is the micro-batch with which the parent may restart the run, where that can help.
+    `micro_batch` is the micro-batch with which the parent may restart the run, where that can help.
     """
 
     exit_code = 4
-    halved: int | None = None
+    micro_batch: int | None = None
 
 
 class DivergedError(LauncherError):

@@ -47,11 +47,11 @@ def run_job(config: Config, overrides: Sequence[str], broadcast: ConfigBroadcast
     from launcher.run_dir.claim import open_run_dir
 
     workers = num_workers(config.launch, broadcast.launch)
-    with open_run_dir(broadcast.recalled(config), overrides) as claim:
+    with open_run_dir(broadcast.with_saved_run_dir(config), overrides) as claim:
         if claim.finished:
             say(claim.finished, sys.stdout)
         elif workers is None or broadcast.launch.is_node:
-            broadcast.remember(claim.config)
+            broadcast.save_run_dir(claim.config)
             try:
                 broadcast.run(claim.config)
             except JobFailed as error:

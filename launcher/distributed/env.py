@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RANKS_SHOWN = 16  # in an error, which may be about thousands
 NODE = "node"  # LaunchEnv.role
-HALVED = "LAUNCHER_MICRO_BATCH"  # set by our parent process, for the workers that it starts again
+MICRO_BATCH = "LAUNCHER_MICRO_BATCH"  # set by our parent process, for the workers that it starts again
 RANK0 = 0  # the rank that writes files, and has what is gathered for them
 
 
@@ -34,7 +34,7 @@ class LaunchEnv:
     run_id: str = "none"
     has_external_launcher: bool = False  # by a launcher that sets RANK
     role: str = "rank"  # or "node": this process is the parent on one of several machines
-    halved: int | None = None  # the micro-batch with which the parent has restarted a run out of memory
+    micro_batch: int | None = None  # the micro-batch with which the parent has restarted a run out of memory
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class LaunchEnv:
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             has_external_launcher=True,
-            halved=_number(environ, HALVED) if environ.get(HALVED) else None,
+            micro_batch=_number(environ, MICRO_BATCH) if environ.get(MICRO_BATCH) else None,
         )
         if launch.rank >= launch.world_size:
             raise PreflightError(

@@ -47,7 +47,7 @@ class ExitRecord:
     is_secondary: bool = False  # the error is that of a rank which lost another one: not the cause
     traceback: str = ""  # of an exception, to be printed before the error
     restart_helps: bool | None = None  # None: as the exit code says
-    halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
+    micro_batch: int | None = None  # the micro-batch to restart with, after a shortage of memory
     phase: str = ""  # where in the run the rank was
     stacks: str = ""  # the file with the stacks of all its threads, of a rank that hung
 
@@ -131,7 +131,9 @@ def exit_record(
     if isinstance(error, LauncherError):
         record = replace(record, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
         record = replace(record, restart_helps=error.restart_helps, shared=error.shared)
-        return replace(record, halved=error.halved) if isinstance(error, OutOfMemoryError) else record
+        return (
+            replace(record, micro_batch=error.micro_batch) if isinstance(error, OutOfMemoryError) else record
+        )
     secondary = is_secondary(error)
     record = replace(record, error=described(error, with_notes=True), exit_code=1, is_secondary=secondary)
     return replace(record, traceback="" if secondary else short_traceback(error))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
-from launcher.distributed.env import HALVED
+from launcher.distributed.env import MICRO_BATCH
 from launcher.distributed.heartbeat import stop_notice
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError, counted
 from launcher.launch.multi_node import RESTART, SingleNode
@@ -38,7 +38,7 @@ class Agent:
     def __init__(self, work: WorkerSpec, num_workers: int, signals: StopSignal, nodes: SingleNode) -> None:
         self._work, self._num_workers = work, num_workers
         self._signals, self._nodes = signals, nodes
-        self._halved: int | None = None  # the micro-batch of a run that has run out of memory
+        self._micro_batch: int | None = None  # the micro-batch of a run that has run out of memory
         self._answered = False  # whether a request to stop has been answered
         self._run_dir = Path(work.config.run.dir)
         self._restarts = RestartPolicy(work.config.launch.max_restarts, self._newest_step())
@@ -61,7 +61,7 @@ class Agent:
                 group.kill()
             if outcome.exit_code != RESTART:
                 return
-            self._halved = outcome.halved or self._halved
+            self._micro_batch = outcome.micro_batch or self._micro_batch
 
     def _workers(self, number: int, first_rank: int, world_size: int) -> list[ForkProcess]:
         """The processes of an attempt, each with the variables by which torchrun tells a rank its place."""
@@ -77,7 +77,7 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.allowed),
             "TORCHELASTIC_RUN_ID": "run",
             "TORCHELASTIC_USE_AGENT_STORE": str(several),
-            HALVED: str(self._halved or ""),
+            MICRO_BATCH: str(self._micro_batch or ""),
         }
         own = ({"RANK": str(first_rank + each), "LOCAL_RANK": str(each)} for each in range(self._num_workers))
         return [ForkProcess(target=worker_main, args=(self._work, shared | places)) for places in own]
@@ -89,7 +89,7 @@ class Agent:
             outcome = self._nodes.outcome(group.poll(), group)
             if outcome is not None and outcome.exit_code not in (0, RESTART):
                 self._restart_or_raise(outcome)
-                outcome = RunOutcome(RESTART, halved=outcome.halved)
+                outcome = RunOutcome(RESTART, micro_batch=outcome.micro_batch)
         except LauncherError as error:
             self._nodes.publish_outcome(RunOutcome(error.exit_code, str(error)))
             raise
@@ -123,7 +123,7 @@ class Agent:
         self._restarts.record_or_raise(outcome, newest, hint)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
-        place += f" with data.micro_batch_size={outcome.halved}" if outcome.halved else ""
+        place += f" with data.micro_batch_size={outcome.micro_batch}" if outcome.micro_batch else ""
         text = f"{outcome.traceback}restart {count}: {outcome.text.removesuffix('.')}; resuming from {place}"
         write(f"{text}\n", sys.stderr)
 

@@ -113,7 +113,7 @@ class ConfigBroadcast:
         if cause.error:
             raise JobFailed(text, cause.exit_code, cause.traceback) from failure
 
-    def recalled(self, config: Config) -> Config:
+    def with_saved_run_dir(self, config: Config) -> Config:
         """The config with the directory that the job had before torchrun restarted this launch.
 
         Otherwise a restart without `run.dir` would start over in a new directory.
@@ -125,7 +125,7 @@ class ConfigBroadcast:
             return config
         return replace(config, run=replace(config.run, dir=json.loads(store.get(key))))
 
-    def remember(self, config: Config) -> None:
+    def save_run_dir(self, config: Config) -> None:
         """Record the directory of the job for restarts."""
         store = restart_store(self._opened(), self.launch)
         if store is not None:

@@ -33,7 +33,7 @@ class RestartPolicy:
         that have published no new checkpoint. One that is restarted with half the micro-batch is not the
         same again, so it counts as progress; the size, which halves, bounds how often.
         """
-        progress = newest_step > self.newest_step or outcome.halved is not None
+        progress = newest_step > self.newest_step or outcome.micro_batch is not None
         self.restarts_without_progress = 0 if progress else self.restarts_without_progress + 1
         self.newest_step = newest_step
         can_help = outcome.restart_helps

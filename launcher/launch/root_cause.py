@@ -58,7 +58,7 @@ class RunOutcome:
     hint: str = ""  # printed after the text
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool | None = None  # None: as the exit code says
-    halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
+    micro_batch: int | None = None  # the micro-batch to restart with, after a shortage of memory
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
         outcome = RunOutcome(record.exit_code, text, traceback=record.traceback)
-        return replace(outcome, restart_helps=record.restart_helps, halved=record.halved)
+        return replace(outcome, restart_helps=record.restart_helps, micro_batch=record.micro_batch)
     if alive := [result for result in results if result.exit_code is None]:
         text = "; ".join(f"{_name(result)} did not stop, {describe(result.beat)}" for result in alive)
         return RunOutcome(UNEXPECTED, text)

@@ -68,7 +68,7 @@ def build_trainer(
     weights.check(start.from_checkpoint)
     steps_left = start.step < context.length.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
-    micro_batch.choose(steps_left, launch.halved)
+    micro_batch.choose(steps_left, launch.micro_batch)
     next_step = 0 if start.step == 0 else start.step + (not start.evaluation_pending)
     heartbeat.beat("data", next_step)  # 0: before the first step of a new run
     results.log_start(context, [peer.device for peer in peers], start)

@@ -74,5 +74,5 @@ def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
         )
     failure = OutOfMemoryError(text)
     if halves:
-        failure.halved, failure.restart_helps = half, True
+        failure.micro_batch, failure.restart_helps = half, True
     return failure

@@ -34,8 +34,8 @@ def resume(context: TrainContext, checkpointer: Checkpointer, launch: LaunchEnv)
         telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
     if found.snapshot is None:
         telemetry.truncate_after(0, evaluates_again=False)
-        if launch.halved is not None:
-            event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.halved)
+        if launch.micro_batch is not None:
+            event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.micro_batch)
             telemetry.emit(event)
         return ResumePoint()
     step, extra = found.snapshot.progress.step, found.snapshot.extra
@@ -53,7 +53,7 @@ def resume(context: TrainContext, checkpointer: Checkpointer, launch: LaunchEnv)
     _warn_of_changes(context, found.snapshot)
     telemetry.truncate_after(step, evaluates_again=evaluation_pending)
     telemetry.emit(
-        RestartEvent(step, path=str(found.path), attempt=launch.restart_count, micro_batch=launch.halved)
+        RestartEvent(step, path=str(found.path), attempt=launch.restart_count, micro_batch=launch.micro_batch)
     )
     telemetry.decision("resume", f"after step {step}, from {found.path}")
     if not scale.restored:

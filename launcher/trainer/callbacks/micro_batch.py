@@ -40,15 +40,15 @@ class MicroBatch(Callback):
     def add_to_result(self, result: Result) -> Result:
         return replace(result, micro_batch=self._context.plan.largest_micro_batch)
 
-    def choose(self, steps_left: bool, halved: int | None = None) -> None:
+    def choose(self, steps_left: bool, of_restart: int | None = None) -> None:
         """Divide the batches as data.micro_batch_size says, as in the run so far, or as found by trying.
 
-        `halved` is the size with which the parent has restarted this run, if it has. A collective. Raises
+        `of_restart` is the size with which the parent has restarted this run, if it has. A collective. Raises
         OutOfMemoryError, on all ranks, where not even one sample fits.
         """
         context, micro_batch_size = self._context, self._context.config.data.micro_batch_size
         # Of any rank: the parent of another machine may start its ranks before it has read the decision.
-        sizes = [int(text) for text in all_gather_str(context.env, str(halved or "")) if text]
+        sizes = [int(text) for text in all_gather_str(context.env, str(of_restart or "")) if text]
         if sizes:
             size = min(sizes)
             text = f"{size} per rank: the run was restarted with half, because it had run out of memory"
