@@ -28,12 +28,9 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._callback: Callable[[str], None] | None = None
+        # Called with each part's name when the host reaches its end, and with "" at the start of a step.
+        self.on_mark: Callable[[str], None] | None = None
         self.restart()
-
-    def on_mark(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with each part's name when the host reaches its end; "" at the start of a step."""
-        self._callback = callback
 
     def restart(self) -> None:
         """Begin a step's first part now."""
@@ -42,8 +39,8 @@ class StepClock:
 
     def mark(self, part: str) -> None:
         """End the part of this name now."""
-        if self._callback is not None:
-            self._callback(part)
+        if self.on_mark is not None:
+            self.on_mark(part)
         now: Any = time.perf_counter()
         if self._on_gpu:
             now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -82,7 +82,7 @@ def build_trainer(
         train_step.try_smallest_batch()
         after_evaluation.sanity_check(context, start.step)
         heartbeat.beat("data")
-    context.stepper.clock.on_mark(heartbeat.phase_setter(PHASE_AFTER))
+    context.stepper.clock.on_mark = heartbeat.phase_setter(PHASE_AFTER)
     # After the trials, which are not compiled.
     train_step.network = compilation.compiled(config.train.compile, context.model, context.stepper)
     return Trainer(context, train_step, evaluation, start)

@@ -45,7 +45,7 @@ def test_time_before_a_restart_is_in_no_part(elapse) -> None:
 
 def test_who_listens_learns_of_each_mark_and_of_each_new_step() -> None:
     clock, names = StepClock(torch.device("cpu")), []
-    clock.on_mark(names.append)
+    clock.on_mark = names.append
     clock.mark("data")
     clock.take()
     clock.mark("compute")
