@@ -46,12 +46,15 @@ def build_callbacks(
     config, several = context.config, context.env.world_size > 1
     inspector = NonFiniteInspector(context)
     stop, plateau = config.early_stopping, config.reduce_lr_on_plateau
-    every = config.telemetry.gradient_histogram_every_steps
+    every, check_every = (
+        config.telemetry.gradient_histogram_every_steps,
+        config.ddp.check_replicas_every_steps,
+    )
     found: list[Callback | None] = [
         # Before all that use the metrics of a step: it ends a run whose step was abandoned.
         micro_batch,
-        # Before the replica check, which compares the average too: both follow a step that was just launched.
         DataShare(context) if several and config.data.share == "auto" else None,
+        # Before the replica check, which compares the average too: both follow a step that was just launched.
         EmaCallback(context, context.ema) if context.ema is not None else None,
         Stragglers(context, [peer.host for peer in peers]) if several else None,
         BadSampleLimit(context),
@@ -65,9 +68,7 @@ def build_callbacks(
         TerminateOnNonFinite(config.precision.loss_scale, inspector, context.stepper.counters),
         # After those that may end the run by the same step, which is then not logged.
         StepLogger(context),
-        ReplicaCheck(context, check_every)
-        if (check_every := config.ddp.check_replicas_every_steps)
-        else None,
+        ReplicaCheck(context, check_every) if check_every else None,
         weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,
         ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,

@@ -69,13 +69,13 @@ def build_trainer(
     steps_left = start.step < context.length.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.micro_batch)
-    next_step = 0 if start.step == 0 else start.step + (not start.evaluation_pending)
-    heartbeat.beat("data", next_step)  # 0: before the first step of a new run
+    # The step that comes next; 0 before the first one of a new run.
+    heartbeat.beat("data", 0 if start.step == 0 else start.step + (not start.evaluation_pending))
     results.log_start(context, [peer.device for peer in peers], start)
     say = partial(telemetry.decision, "resume")
     transform, steps = context.recipe.train_transform, context.length.total_steps
     context.batches = training_batches(context.data.train, context.plan, transform, steps, start.stream, say)
-    train_step, evaluation = TrainStep(context, context.model, context.recipe.loss), EvaluationLoop(context)
+    train_step, evaluation = TrainStep(context), EvaluationLoop(context)
     if steps_left and not start.evaluation_pending:
         # What the run needs later, so that it does not fail at the end of an epoch.
         evaluation.sanity_check()
@@ -99,7 +99,10 @@ def _build_checkpointer(context: TrainContext) -> Checkpointer:
 def _build_context(
     config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: RankStopSignal
 ) -> tuple[TrainContext, LoadReport | None]:
-    """What is trained, and the weights of the file that the config names."""
+    """What the parts of the trainer share, in the order in which it can be built.
+
+    And what the model took of the file of model.init_from.
+    """
     seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
@@ -108,8 +111,7 @@ def _build_context(
             recipe = wrap_recipe(load_recipe(config), logs)
         refuse_unknown(config.tracker)
         labels = None if recipe.classes is None else Labels(recipe.label_column, len(recipe.classes))
-        held_out = recipe.validation_sets
-        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels)
+        data = DataSets.of(config, env, recipe.train, recipe.validation_sets, recipe.collate, labels)
         # Reads some samples.
         data_fingerprint = data_check.data_fingerprint(recipe, data.train, data.validation)
     heartbeat.beat("comparing the data")

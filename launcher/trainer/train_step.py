@@ -1,12 +1,8 @@
-"""What a step trains: a network, its loss and this rank's batches."""
+"""A training step on one rank: its passes, what it tells the other ranks, and its end without memory."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from torch import nn
 
 from launcher.data.iterable_loader import IterableData
 from launcher.data.seeding import seed_compute
@@ -25,17 +21,13 @@ from launcher.trainer.out_of_memory import prepare_to_abandon
 from launcher.trainer.progress import Position, StepFlag, samples_of
 
 
-@dataclass(eq=False)
 class TrainStep:
-    """What is trained: a network, its loss and this rank's batches."""
+    """Runs the steps of a run on this rank's batches."""
 
-    context: TrainContext
-    network: nn.Module  # the model, compiled or not
-    loss: Callable[[nn.Module, Batch], Loss]
-    checked_unregistered: bool = False  # whether a loss was: the first one is
-
-    def __post_init__(self) -> None:
-        self.stepper = self.context.stepper
+    def __init__(self, context: TrainContext) -> None:
+        self.context, self.stepper = context, context.stepper
+        self.network = context.model  # or the same, compiled
+        self._checked_unregistered = False  # whether a loss was: the first one is
 
     def run(self, position: Position) -> StepResult:
         """Runs one training step: forward and backward of this rank's micro-batches, then the update."""
@@ -53,15 +45,18 @@ class TrainStep:
             if not prepare_to_abandon(self.context, error):
                 raise
             return self.stepper.abandon()
-        if not stream_exhausted:
-            return result
-        report = result.read()  # without waiting for the next step: all ranks with nothing left do so
-        batches, plan = self.context.batches, self.context.plan
-        if report.votes[StepFlag.STREAM_END] == plan.world_size:
-            if not samples_of(plan, position, report):
-                raise DataError("the training stream is empty: a whole pass over it gave no samples.")
-            batches.restart_epoch()
+        if stream_exhausted:
+            self._restart_stream(position, result)
         return result
+
+    def _restart_stream(self, position: Position, result: StepResult) -> None:
+        """Begin the next pass over a stream if no rank has anything left of this one."""
+        report, plan = result.read(), self.context.plan  # read at once: before the next step needs a batch
+        if report.votes[StepFlag.STREAM_END] < plan.world_size:
+            return
+        if not samples_of(plan, position, report):
+            raise DataError("the training stream is empty: a whole pass over it gave no samples.")
+        self.context.batches.restart_epoch()
 
     def _accumulate_gradients(self, position: Position) -> bool:
         """Run all passes of a step. Returns whether this rank has nothing left of the stream."""
@@ -83,9 +78,9 @@ class TrainStep:
     def forward_backward(self, batch: Batch) -> Loss:
         """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
-            output = loss_of(self.loss, self.network, batch)
-        if not self.checked_unregistered:
-            self.checked_unregistered = True
+            output = loss_of(self.context.recipe.loss, self.network, batch)
+        if not self._checked_unregistered:
+            self._checked_unregistered = True
             if text := unregistered_parameters(output.sum, self.network):
                 warnings.warn(text, EngineWarning, stacklevel=2)
         self.stepper.backward(output.sum, output.count)

@@ -12,7 +12,7 @@ from launcher.trainer import results
 from launcher.trainer.context import TrainContext
 from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.out_of_memory import shortage_explained
-from launcher.trainer.progress import Position, ResumePoint
+from launcher.trainer.progress import EvalOutcome, Position, ResumePoint
 from launcher.trainer.train_step import TrainStep
 
 
@@ -49,29 +49,29 @@ class Trainer:
         """Train to the last step, or until a callback has a `stop_reason`. Returns the number of the step."""
         self.train_step.network.train()
         self.callbacks.on_train_start(self.start.step)
-        done = self.start.step
-        if self.start.evaluation_pending:
-            self._end_step(self.length.position_of(done), evaluates=True)
+        step = self.start.step
+        if self.start.evaluation_pending:  # of the step after which the checkpoint was taken
+            self._end_step(self.length.position_of(step), self.evaluation.run(self.length.position_of(step)))
         self.step_reader.restart_timer()
-        while done < self.length.total_steps and not self.callbacks.stop_reason:
-            position = self.length.position_of(done + 1)
-            self.context.heartbeat.beat("data", position.step)
-            self.callbacks.on_step_start(position)  # votes cast here are sent with the totals of this step
+        while step < self.length.total_steps and not self.callbacks.stop_reason:
+            step += 1
+            position = self.length.position_of(step)
+            self.context.heartbeat.beat("data", step)
+            self.callbacks.on_step_start(position)  # flags set here are sent with the totals of this step
             result = self.train_step.run(position)
             # First what adds work to the device's queue, and then the wait for the step before.
             self.callbacks.on_step_launched(position, result)
-            self.step_reader.push(position, result)
-            self._end_step(position, evaluates=self.length.should_evaluate(position.step))
-            done = position.step
-        return done
+            self.step_reader.push(position, result)  # calls on_step_metrics, on a GPU one step late
+            outcome = self.evaluation.run(position) if self.length.should_evaluate(step) else None
+            self._end_step(position, outcome)
+        return step
 
-    def _end_step(self, position: Position, evaluates: bool) -> None:
-        """Evaluate if it is due, and call the hooks after it, at the end of the run, and of each step."""
-        measured = self.evaluation.run(position) if evaluates else None
-        if measured is not None:
-            self.callbacks.on_eval_end(position, measured)
+    def _end_step(self, position: Position, outcome: EvalOutcome | None) -> None:
+        """Call the hooks after a step: `outcome` is that of its evaluation, None where there was none."""
+        if outcome is not None:
+            self.callbacks.on_eval_end(position, outcome)
             if self.length.is_last_step(position.step) or self.callbacks.stop_reason:
-                measured = replace(measured, is_last=True)
+                outcome = replace(outcome, is_last=True)
                 self.step_reader.flush_all()
-                self.callbacks.on_train_end(position, measured)
-        self.callbacks.on_step_end(position, measured)
+                self.callbacks.on_train_end(position, outcome)
+        self.callbacks.on_step_end(position, outcome)

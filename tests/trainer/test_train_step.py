@@ -41,8 +41,9 @@ def test_a_loss_with_parameters_of_its_own_is_a_warning_once() -> None:
 
     x, classes = features(4, 0)
     model = mlp()
-    context: Any = SimpleNamespace(stepper=Stepper(model, SGD(0.1), Policy.fp32()))
-    task = TrainStep(context, model, loss)
+    stepper = Stepper(model, SGD(0.1), Policy.fp32())
+    context: Any = SimpleNamespace(stepper=stepper, model=model, recipe=SimpleNamespace(loss=loss))
+    task = TrainStep(context)
     with pytest.warns(EngineWarning, match="1 parameters that the model does not hold"):
         task.forward_backward({"x": x, "label": classes})
     task.stepper.step()
@@ -82,13 +83,15 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
     stepper = Stepper(model, SGD(0.1), Policy.fp32())
     context: Any = SimpleNamespace(
         stepper=stepper,
+        model=model,
+        recipe=SimpleNamespace(loss=loss),
         batches=batches,
         plan=plan,
         train_accuracy=answers,
         oom_message="",
         should_stop=lambda: False,
     )
-    task = TrainStep(context, model, loss)
+    task = TrainStep(context)
     positions = [Position(0, step, step + 1) for step in range(steps)]
     reports = [task.run(position).read() for position in positions]
     return [

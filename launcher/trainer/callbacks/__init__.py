@@ -1,1 +1,1 @@
-"""What happens around the step: a file per feature, with the moments of a run that it needs."""
+"""The callbacks of a run: a file per feature, with the hooks that it needs. `build_callbacks` lists them."""
