@@ -23,8 +23,6 @@ ENDED = ("done", "failed", "stopped", "preempted", "pruned")
 KILLED, NO_RESULT = "killed", "ended without a result"
 EXIT_KILLED = 1  # the exit code of a run that could not report one
 SILENT_S = 60.0  # without a change of status.json, which is due every 10 s: a run shows no sign of life
-DAY_S = 86_400.0
-GONE_S = DAY_S  # the same, after which it has ended; longer than any evaluation or save takes
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class RunState:
             return self.status.state
         if self.holder_has_ended:
             return KILLED
-        if not self._may_go_on:
+        # Every run holds a lock, and writes its status soon after.
+        if self.holder is None and self.status.state not in GOING:
             return NO_RESULT
         return self.status.state if self.status.state in GOING else "running"
 
@@ -75,35 +74,15 @@ class RunState:
                 f"killed. {resume}"
             )
         if self.name == NO_RESULT:
-            return f"{self._foreign}, and {self._last_written}: it ended without a result. {resume}"
-        if self.holder is not None and self.holder_has_ended is None and self.silent_s:
-            return f"{self._last_written}; {self._foreign}, so it is not known whether it still runs."
+            return f"no process holds this run, and {self._last_written}: it ended without a result. {resume}"
+        if self.holder_has_ended is None and self.silent_s:
+            whose = "of another machine" if self.holder is not None else "not known"
+            return f"{self._last_written}; its process is {whose}, so it is not known whether it still runs."
         return ""
-
-    @property
-    def _may_go_on(self) -> bool:
-        """Whether the process may still exist: every run holds a lock, and writes its status soon after."""
-        if self.holder_has_ended is False:
-            return True
-        age_s = self.age_s
-        if age_s is None:
-            return self.holder is not None
-        return (self.holder is not None or self.status.state in GOING) and age_s < GONE_S
-
-    @property
-    def _foreign(self) -> str:
-        if self.holder is None:
-            return "no process holds this run"
-        return f"process {self.holder.pid} of this run is of another machine"
 
     @property
     def _last_written(self) -> str:
         if updated := self.status.updated:
-            return f"{STATUS} was last written {_time(max(0.0, self.now - updated))} ago"
-        last_event = "" if self.age_s is None else f" (last event: {_time(self.age_s)} ago)"
+            return f"{STATUS} was last written {duration(max(0.0, self.now - updated))} ago"
+        last_event = "" if self.age_s is None else f" (last event: {duration(self.age_s)} ago)"
         return f"{STATUS} is missing or damaged{last_event}"
-
-
-def _time(seconds: float) -> str:
-    """A time as text, in days from two days on."""
-    return f"{seconds / DAY_S:,.0f} days" if seconds >= 2 * DAY_S else duration(seconds)

@@ -20,7 +20,7 @@ import pytest
 from launcher.cli import main
 from launcher.report.overview import state_text
 from launcher.report.run import Run
-from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
+from launcher.report.run_state import KILLED, NO_RESULT
 from launcher.report.watching import (
     SETTLE_S,
     RunView,
@@ -132,8 +132,8 @@ UNKNOWN = Holder.of("123")  # of an older version, or of another machine
     ("holder", "age_s", "state", "ended"),
     [
         (None, 1.0, NO_RESULT, True),
-        (Holder.this, GONE_S, "running", False),
-        (lambda: UNKNOWN, GONE_S, NO_RESULT, True),
+        (Holder.this, 1e6, "running", False),
+        (lambda: UNKNOWN, 1e6, "running", False),
         (lambda: ended_process(), SETTLE_S - 1, KILLED, False),
         (lambda: ended_process(), SETTLE_S, KILLED, True),
     ],
