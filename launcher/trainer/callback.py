@@ -47,7 +47,7 @@ class Callback:
         """Called before the first step of this process, which comes after `step`."""
 
     def on_step_start(self, position: Position) -> None:
-        """Called before a step. What the ranks vote on here is sent with the totals of the step."""
+        """Called before a step. The flags that a rank sets here are sent with the totals of the step."""
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
         """Called once the step is in the queue of the device; its result has not been read."""

@@ -1,6 +1,6 @@
 """When a run is saved, and when it stops on request.
 
-Owns the votes by which the ranks agree on both, the comparison of the replicas before each checkpoint, and
+Owns the flags by which the ranks agree on both, the comparison of the replicas before each checkpoint, and
 what is reported of one. Every method is called by all ranks at the same point of the run.
 """
 
@@ -56,7 +56,7 @@ class CheckpointCallback(Callback):
         self.due.mark_started()  # the time until the next one counts from here
 
     def on_step_start(self, position: Position) -> None:
-        """Cast this rank's votes before a step; they are sent with the counts of the step."""
+        """Set this rank's flags before a step; they are sent with the counts of the step."""
         context = self._context
         self._report(self._checkpointer.poll())
         by_clock = context.env.is_rank0 and self.due.by_clock()
