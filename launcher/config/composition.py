@@ -100,17 +100,14 @@ class Composer:
                     OmegaConf.update(config, override.key_or_group, override.value())
                 except OmegaConfBaseException as error:  # a section that has become another value
                     raise ConfigError(f"{override.input_line}: {first_line(error)}.") from error
-        tree = cast(Tree, OmegaConf.to_container(config))
+        tree = resolved(config)
         given = {override.key_or_group for override in parsed}
         if "train.max_steps" in given and "train.epochs" not in given and value_at(tree, "train.max_steps"):
             # Else that of the recipe would end the run in silence.
             tree = replaced(tree, {"train.epochs": None})
         if isinstance(resume := value_at(tree, "checkpoint.resume"), bool):  # as other programs have it
             tree = replaced(tree, {"checkpoint.resume": "auto" if resume else "never"})
-        for key, value in tree.items():
-            if problem := code_problem(str(key), value):
-                raise ConfigError(f"`{key}` in the config files: {problem}")
-        return resolved(tree)
+        return tree
 
     def is_choice(self, override: Override) -> bool:
         """Whether it decides which files are read; Hydra takes a mapping for the values of a section."""
@@ -165,12 +162,16 @@ def fixed(composed: DictConfig) -> dict[str, object]:
     return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {"env": env}
 
 
-def resolved(unresolved: Tree) -> Tree:
-    """The tree with all interpolations resolved. Raises ConfigError for one that cannot be."""
+def resolved(config: DictConfig) -> Tree:
+    """The tree with all interpolations resolved. Raises ConfigError for one that cannot or must not be."""
+    unresolved = cast(Tree, OmegaConf.to_container(config))
+    for key, value in unresolved.items():
+        if problem := code_problem(str(key), value):
+            raise ConfigError(f"`{key}` in the config files: {problem}")
     if not any("${" in text for text in texts(unresolved)):
         return unresolved
     try:
-        tree = cast(Tree, OmegaConf.to_container(OmegaConf.create(unresolved), resolve=True))
+        tree = cast(Tree, OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}.") from error
     calls = {path for path, value in leaves(unresolved) if isinstance(value, str) and CALL.fullmatch(value)}

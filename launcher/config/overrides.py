@@ -34,7 +34,7 @@ HYDRA_REPLACEMENTS = {  # settings known from Hydra, and their replacement here
     "hydra/launcher": "Jobs run side by side by themselves; on Slurm with sweep.launcher=slurm.",
     "hydra/sweeper": "-m runs all combinations of the values listed. To search: sweep=random or sweep=tpe.",
 }
-MOST_JOBS = 2_000  # of a sweep: composed and checked in about ten seconds, and sweep.json stays below 2 MB
+MOST_JOBS = 2_000  # of a sweep: composed and checked in about 20 seconds, and sweep.json stays below 2 MB
 WARMUP = "schedule.warmup_fraction"
 SWEEP_DIRECTORY = "hydra.sweep.dir"
 

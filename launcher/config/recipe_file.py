@@ -78,18 +78,25 @@ def offered(kind: str, files: Iterable[Path]) -> dict[str, RecipeFunction | None
     found: dict[str, RecipeFunction | None] = {}
     for file in files:
         try:
-            tree = _parsed(file.read_bytes())
+            found |= _offered_in(file.read_bytes(), kind)
         except (SyntaxError, ValueError, OSError):
             return None
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                for name in _registered_names(node, kind):
-                    found[name] = _function(node, name) if isinstance(node, ast.FunctionDef) else None
-            elif isinstance(node, ast.Call) and _called(node.func) == kind:
-                for arg in node.args:
-                    if not isinstance(arg, ast.Constant):
-                        return None
-                    found.setdefault(str(arg.value), None)
+    return found
+
+
+@cache  # each job of a sweep asks
+def _offered_in(source: bytes, kind: str) -> dict[str, RecipeFunction | None]:
+    """What `offered` finds in one file. Raises ValueError where a name is computed."""
+    found: dict[str, RecipeFunction | None] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            for name in _registered_names(node, kind):
+                found[name] = None
+                if kind == KEY and isinstance(node, ast.FunctionDef):
+                    found[name] = _function(node, name)
+        elif isinstance(node, ast.Call) and _called(node.func) == kind:
+            for arg in node.args:
+                found.setdefault(str(ast.literal_eval(arg)), None)
     return found
 
 

@@ -229,7 +229,7 @@ COMPOSED = {
 def hydras_own(request: Request, overrides: Sequence[str]) -> dict[str, object]:
     tree = OmegaConf.to_container(compose(request, overrides))
     del tree["hydra"]
-    return resolved(tree)
+    return resolved(OmegaConf.create(tree))
 
 
 @pytest.fixture
