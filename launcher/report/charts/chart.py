@@ -178,7 +178,7 @@ def axis_of(values: FloatArray, base: int | None = None, from_zero: bool = False
         return Axis(low / edge, high * edge, base)
     if from_zero:
         low = min(0.0, low)
-    edge = PADDING * (high - low) or max(abs(high), 1.0) * PADDING
+    edge = PADDING * (high - low) or PADDING * (abs(high) or 1.0)
     return Axis(low if from_zero and low == 0 else low - edge, high + edge)
 
 

@@ -50,6 +50,11 @@ def test_values_whose_span_is_infinite_have_an_axis() -> None:
     assert np.isfinite([axis.low, axis.high]).all()
 
 
+def test_a_small_value_that_never_changes_is_on_its_axis() -> None:
+    axis = axis_of(np.array([0.001, 0.001]), base=1)
+    assert 0 < axis.low < 0.001 < axis.high < 0.0012
+
+
 @pytest.mark.parametrize(
     "axis",
     [
