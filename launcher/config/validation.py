@@ -6,6 +6,7 @@ touches neither files nor environment, and never imports torch or Hydra.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -134,6 +135,15 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         lambda sync_bn, micro: sync_bn and micro == "auto",
         "model.sync_bn={}: excludes data.micro_batch_size={}, because a rank that runs out of memory in a "
         "trial would leave the others waiting in the batch norms. Give data.micro_batch_size a number.",
+    ),
+    ("data.share", "data.batch_size"): (
+        lambda share, batch: (
+            not isinstance(share, str)
+            and abs(math.fsum(share) - 1) > 1e-6  # of fractions such as [0.333333,0.666667]
+            and (math.fsum(share) != batch or any(each != int(each) for each in share))
+        ),
+        "data.share={}: must be the samples of each rank, whole numbers that sum to data.batch_size={}, or "
+        "fractions that sum to 1.",
     ),
     ("data.share", "model.sync_bn"): (
         lambda share, sync_bn: share == "auto" and sync_bn,

@@ -11,48 +11,56 @@ from collections.abc import Sequence
 
 from launcher.errors import ConfigError, counted
 
-SUM_TOLERANCE = 1e-6  # of fractions such as [0.333333, 0.666667]
 
+def proportional_shares(
+    speeds: Sequence[float], batch_size: int, least: int = 1, most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Samples of each rank, which sum to `batch_size`, in proportion to its speed.
 
-def proportional_shares(speeds: Sequence[float], batch_size: int, least: int = 1) -> tuple[int, ...]:
-    """Samples of each rank, in proportion to its speed, but at least `least`; they sum to `batch_size`.
-
-    The largest remainders are rounded up. `batch_size` is at least `least` times the number of ranks.
+    No rank has less than `least`, or more than its limit in `most`; the others then divide what is left.
     """
-    spare = batch_size - least * len(speeds)  # beyond what each rank has in any case
+    shares = _at_least(speeds, batch_size, least)
+    over = [] if most is None else [rank for rank, share in enumerate(shares) if share > most[rank]]
+    if not over:
+        return tuple(shares)
+    assert most is not None
+    others = [rank for rank in range(len(speeds)) if rank not in over]
+    left = batch_size - sum(most[rank] for rank in over)
+    rest = proportional_shares(
+        [speeds[rank] for rank in others], left, least, [most[rank] for rank in others]
+    )
+    limited = {rank: most[rank] for rank in over} | dict(zip(others, rest, strict=True))
+    return tuple(limited[rank] for rank in range(len(speeds)))
+
+
+def _at_least(speeds: Sequence[float], batch_size: int, least: int) -> list[int]:
+    """Shares in proportion to speeds, beyond `least` for each rank. The largest remainders are rounded up."""
+    spare = batch_size - least * len(speeds)
     above = [max(0.0, batch_size * speed / sum(speeds) - least) for speed in speeds]
     exact = [spare * each / (sum(above) or 1.0) for each in above]
     shares = [math.floor(each) for each in exact]
     by_remainder = sorted(range(len(speeds)), key=lambda rank: (shares[rank] - exact[rank], rank))
     for rank in by_remainder[: spare - sum(shares)]:
         shares[rank] += 1
-    return tuple(share + least for share in shares)
+    return [share + least for share in shares]
 
 
-def step_time(shares: Sequence[int], times_per_sample: Sequence[float]) -> float:
-    """The time in which the last rank has computed its share, in the unit of `times_per_sample`."""
+def compute_time(shares: Sequence[int], times_per_sample: Sequence[float]) -> float:
+    """The time after which the last rank has computed its share, in the unit of `times_per_sample`."""
     return max(share * time for share, time in zip(shares, times_per_sample, strict=True))
 
 
-def configured_shares(share: object, batch_size: int, world_size: int) -> tuple[int, ...]:
-    """The shares that `data.share` gives; () for equal ones, and for those that are to be measured.
+def fixed_shares(share: object, batch_size: int, world_size: int) -> tuple[int, ...]:
+    """The shares of a list in `data.share`; () for `equal` and `auto`.
 
-    Raises ConfigError for a list that does not fit the ranks or the batch.
+    The list has samples that sum to the batch, or fractions that sum to 1, as `config.validation` says.
+    Raises ConfigError for another number of ranks.
     """
-    if share in ("equal", "auto"):
+    if not isinstance(share, list | tuple):
         return ()
-    assert isinstance(share, list | tuple), "as the rule of the key says"
     if len(share) != world_size:
         raise ConfigError(
             f"data.share has {counted(len(share), 'share')} and the run {counted(world_size, 'rank')}: give "
             "one for each rank, in their order, or data.share=auto."
-        )
-    total = math.fsum(share)
-    if total == batch_size and all(each == int(each) for each in share):
-        return tuple(int(each) for each in share)
-    if abs(total - 1) > SUM_TOLERANCE:
-        raise ConfigError(
-            f"data.share sums to {total:g}: give the samples of each rank, whole numbers which sum to "
-            f"data.batch_size={batch_size}, or fractions, which sum to 1."
         )
     return proportional_shares(share, batch_size)

@@ -21,7 +21,7 @@ from launcher.data.labels import Labels
 from launcher.data.loader import LoaderConfig
 from launcher.data.map_loader import MapDataset, MapLoader
 from launcher.data.reader import Collate
-from launcher.data.shares import configured_shares
+from launcher.data.shares import fixed_shares
 from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
@@ -172,11 +172,7 @@ def batch_plan(
                 "train.max_steps is not set, but the training set is a stream, of unknown length: "
                 "set train.max_steps=N. A stream that ends earlier is read again."
             )
-        if config.data.share == "auto" and env.world_size > 1:
-            raise ConfigError(
-                "data.share=auto: the training set is a stream, which has been divided when ranks are "
-                "measured. Give the shares, data.share=[0.75,0.25] for two ranks, or data.share=equal."
-            )
+        refuse_shares_of_stream(config, env, train)
         num_samples = config.train.max_steps * config.data.batch_size
     else:
         num_samples = len(train)
@@ -191,8 +187,24 @@ def batch_plan(
         seed=config.seed,
         drop_last=config.data.drop_last,
         lengths=None if lengths is None else sample_lengths(lengths, num_samples),
-        shares=configured_shares(config.data.share, config.data.batch_size, env.world_size),
+        shares=fixed_shares(config.data.share, config.data.batch_size, env.world_size),
     )
+
+
+def refuse_shares_of_stream(config: Config, env: WorkerEnv, train: IterableData) -> None:
+    """Raise ConfigError for shares that a stream cannot be divided into."""
+    if env.world_size == 1 or config.data.share == "equal":
+        return
+    if train.self_sharding:
+        raise ConfigError(
+            "data.share: the training set is a stream of the `datasets` library, which divides itself into "
+            "equal parts: a rank with a larger share would come to its end first. Set data.share=equal."
+        )
+    if config.data.share == "auto":
+        raise ConfigError(
+            "data.share=auto: the training set is a stream, which has been divided when ranks are "
+            "measured. Give the shares, data.share=[0.75,0.25] for two ranks, or data.share=equal."
+        )
 
 
 def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:

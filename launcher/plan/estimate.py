@@ -14,7 +14,7 @@ import torch
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.shares import proportional_shares, step_time
+from launcher.data.shares import compute_time, proportional_shares
 from launcher.distributed.links import ring_bytes
 from launcher.doctor.machine import existing_part_of_run_dir
 from launcher.engine import UnusableError
@@ -90,12 +90,14 @@ def estimate(
 
 def _shares(plan: BatchPlan, rates: Sequence[float]) -> dict[str, object] | None:
     """The samples of each rank in a batch, if they are not equal, and what that gains at known speeds."""
+    if plan.num_samples < plan.batch_size:  # such a batch is divided equally
+        return None
     if not rates:
         return {"samples": plan.shares, "times_as_fast": None} if plan.shares else None
     shares = plan.shares or proportional_shares(rates, plan.batch_size)
     equal = proportional_shares([1.0] * plan.world_size, plan.batch_size)
     times = [1 / rate for rate in rates]
-    return {"samples": shares, "times_as_fast": step_time(equal, times) / step_time(shares, times)}
+    return {"samples": shares, "times_as_fast": compute_time(equal, times) / compute_time(shares, times)}
 
 
 def _length(task: PlannedTask) -> dict[str, object]:

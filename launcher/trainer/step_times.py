@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +62,14 @@ class StepTimeTotals:
         return {"steps": self.steps, "step_ms": 1e3 * self.seconds / self.steps, **parts}
 
 
-def slowest_rank_times(env: WorkerEnv, times: StepTimeTotals) -> dict[str, Any] | None:
+def slowest_rank_times(
+    env: WorkerEnv, times: StepTimeTotals, shares: Sequence[int] = ()
+) -> dict[str, Any] | None:
     """The means of the rank that waits least for the others, and its `rank`; None without steps.
 
     A collective. `waited_ms` is how much longer another rank waits per step, in the exchange of gradients;
-    `auto_share_gain` how many times as fast a step would be if the ranks, which have equal shares of a batch,
-    had shares in proportion to their speeds.
+    `auto_share_gain` how many times as fast a step would be if the ranks, which have had these `shares` of a
+    batch or equal ones, had shares in proportion to their speeds.
     """
     ranks = [json.loads(text) for text in all_gather_str(env, json.dumps(times.means()))]
     if not all(ranks):
@@ -75,7 +77,7 @@ def slowest_rank_times(env: WorkerEnv, times: StepTimeTotals) -> dict[str, Any] 
     waits = [means[f"{COMMUNICATION}_ms"] for means in ranks]
     slowest = waits.index(min(waits))
     compute = [means[f"{COMPUTE}_ms"] for means in ranks]
-    saved_ms = max(compute) - statistics.harmonic_mean(compute)
+    saved_ms = max(compute) - statistics.harmonic_mean(compute, shares or None)
     step_ms = ranks[slowest]["step_ms"]
     gain = step_ms / (step_ms - saved_ms) if saved_ms < step_ms else 1.0
     waited_ms = max(waits) - min(waits)

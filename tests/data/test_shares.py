@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import LoaderConfig, loader_processes
 from launcher.data.map_loader import MapLoader
-from launcher.data.shares import configured_shares, proportional_shares
+from launcher.data.shares import fixed_shares, proportional_shares
 from launcher.data.sources import wrap_dataset
 from launcher.errors import ConfigError
+from tests.configs import composed
 
 speeds = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 
@@ -75,26 +76,33 @@ def test_a_whole_batch_has_exactly_the_given_shares():
     assert [sum(sizes) for sizes in plan.sizes_by_rank(0)] == [40, 17, 7]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.integers(8, 30)), min_size=2, max_size=5))
+def test_no_rank_has_more_than_its_limit(ranks):
+    speeds, most = zip(*ranks, strict=True)
+    batch_size = 8 * len(ranks)
+    shares = proportional_shares(speeds, batch_size, 1, most)
+    assert sum(shares) == batch_size
+    assert all(1 <= share <= limit for share, limit in zip(shares, most, strict=True))
+
+
 @pytest.mark.parametrize(
     ("share", "shares"),
     [("equal", ()), ("auto", ()), ([48, 16], (48, 16)), ([0.75, 0.25], (48, 16)), ([0.999, 0.001], (63, 1))],
 )
 def test_shares_of_the_config(share, shares):
-    assert configured_shares(share, 64, 2) == shares
+    assert fixed_shares(share, 64, 2) == shares
 
 
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [
-        ([0.7, 0.2], r"data\.share sums to 0\.9: .* data\.batch_size=64"),
-        ([48, 17], r"data\.share sums to 65"),
-        ([47.5, 16.5], r"data\.share sums to 64: .* whole"),
-        ([1.0], r"data\.share has 1 share and the run 2 ranks: .* data\.share=auto"),
-    ],
-)
-def test_shares_that_do_not_fit_are_refused(share, said):
-    with pytest.raises(ConfigError, match=said):
-        configured_shares(share, 64, 2)
+def test_shares_of_another_number_of_ranks_are_refused():
+    with pytest.raises(ConfigError, match=r"1 share and the run 2 ranks: .* data\.share=auto"):
+        fixed_shares([1.0], 64, 2)
+
+
+@pytest.mark.parametrize("share", ["[0.7,0.2]", "[48,17]", "[47.5,16.5]"])
+def test_shares_that_do_not_sum_to_the_batch_or_to_1_are_refused(share):
+    with pytest.raises(ConfigError, match=r"data\.share=.*data\.batch_size=64"):
+        composed("data.batch_size=64", f"data.share={share}")
 
 
 class Numbers(torch.utils.data.Dataset):

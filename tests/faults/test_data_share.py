@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from launcher.engine.grads.reducer import Reducer
 from tests.faults.launching import Ended, nothing, run
-from tests.faults.usercode import as_fast_as, both, change_speed, record, stop_after
+from tests.faults.usercode import as_fast_as, both, change_speed, own_rank, record, stop_after
 
 pytestmark = pytest.mark.timeout(90)
 SHORT = ("train.max_steps=24", "train.eval_every_steps=12", "precision=fp32")
@@ -17,7 +19,7 @@ AUTO = "data.share=auto"
 
 def shares(ended: Ended) -> list[tuple[int, list[int]]]:
     """The steps after which the shares were changed, and what they were then."""
-    changes = [event for event in ended.events("decision") if event["topic"] == "shares"]
+    changes = [event for event in ended.events("decision") if "from_step" in event]
     return [(event["from_step"] - 1, event["shares"]) for event in changes]
 
 
@@ -84,3 +86,35 @@ def test_a_resume_begins_with_the_shares_of_its_checkpoint(tmp_path: Path) -> No
     assert ended.codes == [0, 0], ended
     _, *samples = (tmp_path / "seen" / "rank1").read_text().splitlines()[0].split()
     assert len(samples) == of_rank_1
+    resumed = [event["text"] for event in ended.events("decision") if "from_step" in event]
+    assert any("as in the run so far" in text for text in resumed), resumed
+
+
+def without_room_for_sums(rank: int) -> None:
+    """Rank `rank` has no memory for the fp32 sums of several passes."""
+    accumulate = Reducer.accumulate
+
+    def lacking(reducer: Reducer, accumulates: bool) -> None:
+        if accumulates and own_rank() == rank:
+            raise torch.OutOfMemoryError("no room for sums")
+        accumulate(reducer, accumulates)
+
+    Reducer.accumulate = lacking  # type: ignore[method-assign]
+
+
+def test_a_rank_without_room_for_a_larger_share_keeps_what_fits(tmp_path: Path) -> None:
+    """Two of three ranks are fast; the one that lacks memory keeps its part of an equal division, 6 of 16."""
+    ended = run(
+        tmp_path / "run",
+        *SHORT,
+        AUTO,
+        ranks=3,
+        user_code=as_fast_as(0.004, 0.012, 0.004),
+        prepare=partial(without_room_for_sums, 0),
+    )
+    assert ended.codes == [0, 0, 0], ended
+    (capped,) = [event for event in ended.events("decision") if "most" in event]
+    assert capped["most"] == [6, 16, 16]
+    assert "rank 0 ran out of" in capped["text"]
+    _, last = shares(ended)[-1]
+    assert last[0] <= 6 < last[2]

@@ -148,6 +148,8 @@ def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
 
 def _division(plan: BatchPlan) -> str:
     parts = f"{counted(plan.batch_size, 'sample')} per update over {counted(plan.world_size, 'rank')}"
+    if plan.shares:
+        parts += f", {', '.join(map(str, plan.shares))} by rank"
     if plan.micro_batches > 1:
         parts += f", up to {plan.micro_batches} micro-batches of at most {plan.largest_micro_batch} each"
     if plan.micro_batch is not None and plan.micro_batch > plan.largest_share:

@@ -4,8 +4,8 @@ Owns the measurement and the decision. A rank's speed is the samples that it com
 forward and backward passes; what it waits for is not counted. All ranks decide alike, from the same numbers.
 
 Windows of measurement follow each other without a gap. The first has few steps, so that a run begins with
-unequal shares only for that long; each window after which nothing is changed is followed by one of twice the
-length, up to MOST_STEPS, so that noise is averaged out and a rank that changes its speed is followed.
+unsuitable shares only for that long; each window after which nothing is changed is followed by one of twice
+the length, up to MOST_STEPS, so that noise is averaged out and a rank that changes its speed is followed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from launcher.data.shares import proportional_shares, step_time
+from launcher.data.shares import compute_time, proportional_shares
 from launcher.distributed.collectives import all_gather_str
 from launcher.engine.step_timer import COMPUTE
+from launcher.os.oom import oom_text
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
@@ -38,63 +39,90 @@ class DataShare(Callback):
         plan = context.plan
         # In a single sample BatchNorm finds no variance.
         self._least = 2 if plan.batch_size >= 2 * plan.world_size else 1
-        self._next: tuple[int, ...] = ()  # shares that the next step begins with
-        self._begin(after=0, steps=FIRST_STEPS)
+        self._most = [plan.batch_size] * plan.world_size  # lower for a rank that has lacked memory for more
+        self._next: tuple[tuple[int, ...], str] | None = None  # shares of the coming steps, and why
+        self._begin_window(warm_up=WARM_UP, steps=FIRST_STEPS)
 
-    def _begin(self, after: int, steps: int) -> None:
-        """Begin a window of so many steps after that one."""
-        self._after, self._steps = after, steps
+    def _begin_window(self, warm_up: int, steps: int) -> None:
+        """Measure `steps` steps, after `warm_up` that are not measured."""
+        self._warm_up, self._steps, self._measured = warm_up, steps, 0
         self._compute_ms, self._step_ms, self._samples = 0.0, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"shares": self._next or self._context.plan.shares}
+        shares = self._next[0] if self._next else self._context.plan.shares
+        return {"shares": shares, "most": self._most}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Begin with the shares of the checkpoint; of other ranks, or another batch, with equal ones."""
         shares, plan = tuple(values["shares"]), self._context.plan
         if len(shares) == plan.world_size and sum(shares) == plan.batch_size:
-            self._context.divide(shares)
-
-    def on_train_start(self, step: int) -> None:
-        self._begin(step + WARM_UP, FIRST_STEPS)
+            self._next, self._most = (shares, "as in the run so far"), values["most"]
 
     def on_step_start(self, position: Position) -> None:
-        if self._next:
-            self._context.divide(self._next)
-            self._context.batches.divide(self._context.plan)
-            self._next = ()
+        """Divide the coming batches anew, if that was decided, unless a rank lacks memory for it."""
+        if self._next is None:
+            return
+        context, ((shares, reason), self._next) = self._context, (self._next, None)
+        before = context.plan.shares
+        # Several passes are summed in fp32: a rank that has had one needs 4 more bytes per parameter.
+        texts = all_gather_str(context.env, self._lacks(shares))
+        if short := [rank for rank, text in enumerate(texts) if text]:
+            self._lacks(before)
+            limit = context.plan.most_per_pass
+            for rank in short:
+                self._most[rank] = limit
+            who = "; ".join(f"rank {rank} ran out of {texts[rank]} with {shares[rank]}" for rank in short)
+            text = f"at most {limit} samples for a rank that lacks memory for more: {who}"
+            context.telemetry.decision("shares", text, most=self._most)
+            return
+        context.batches.divide(context.plan)
+        of_ranks = f"{', '.join(map(str, shares))} of {context.plan.batch_size} samples by rank"
+        text = f"{of_ranks} from step {position.step} on, {reason}"
+        context.telemetry.decision("shares", text, shares=shares, from_step=position.step)
+
+    def _lacks(self, shares: tuple[int, ...]) -> str:
+        """What this rank has run out of for these shares; empty if they are those of the plan now."""
+        try:
+            self._context.divide(shares)
+        except Exception as error:
+            if text := oom_text(error):
+                return text
+            raise
+        return ""
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
-        if position.step <= self._after:
+        plan = self._context.plan
+        if plan.samples_of(position.step_of_epoch) < plan.batch_size:
+            return  # the last batch of an epoch, which is divided equally
+        if self._warm_up:
+            self._warm_up -= 1
             return
+        self._measured += 1
         self._compute_ms += metrics.report.spans_ms.get(COMPUTE, 0.0)
         self._step_ms += 1e3 * metrics.seconds
-        self._samples += sum(map(len, self._context.plan.micro_positions(position.step_of_epoch)))
-        if position.step >= self._after + self._steps:
-            self._decide(position.step)
+        self._samples += sum(map(len, plan.micro_positions(position.step_of_epoch)))
+        if self._measured == self._steps:
+            self._decide()
 
-    def _decide(self, step: int) -> None:
+    def _decide(self) -> None:
         """Choose the shares of the coming steps by the window that ends. A collective."""
         env, plan = self._context.env, self._context.plan
-        own = [self._compute_ms, self._samples, self._step_ms / self._steps]
+        own = [self._compute_ms / self._samples, self._step_ms / self._measured]
         ranks = [json.loads(text) for text in all_gather_str(env, json.dumps(own))]
-        self._begin(step, min(2 * self._steps, MOST_STEPS))
-        if not all(compute_ms and samples for compute_ms, samples, _ in ranks):
-            return  # of less than one sample per rank nothing is known
-        times = [compute_ms / samples for compute_ms, samples, _ in ranks]
-        step_ms = ranks[0][2]  # of one rank for all, so that all decide alike
+        times = [ms_per_sample for ms_per_sample, _ in ranks]
+        step_ms = ranks[0][1]  # nearly that of all, as steps end together; all must decide by the same
+        self._begin_window(warm_up=0, steps=min(2 * self._steps, MOST_STEPS))
+        if min(times) <= 0 or plan.most_per_pass == 2:
+            return  # of an odd share a pass of 2 would leave a single sample, see _least
         before = plan.shares or proportional_shares([1.0] * plan.world_size, plan.batch_size)
-        shares = proportional_shares([1 / time for time in times], plan.batch_size, self._least)
-        gained_ms = step_time(before, times) - step_time(shares, times)
-        if gained_ms < LEAST_GAIN * step_ms:
+        speeds = [1 / time for time in times]
+        shares = proportional_shares(speeds, plan.batch_size, self._least, self._most)
+        saved_ms = compute_time(before, times) - compute_time(shares, times)
+        if saved_ms < LEAST_GAIN * step_ms:
             return
-        self._next = shares
-        self._begin(step + WARM_UP, FIRST_STEPS)
-        self._context.telemetry.decision(
-            "shares",
-            f"{', '.join(map(str, shares))} of {plan.batch_size} samples by rank from step {step + 1} on, by "
-            f"{', '.join(f'{time:.3g}' for time in times)} ms per sample: a step of {step_ms:.3g} ms becomes "
-            f"{gained_ms:.3g} ms shorter",
-            shares=shares,
-            from_step=step + 1,
+        by = ", ".join(f"{time:.3g}" for time in times)
+        self._next = (
+            shares,
+            (f"by {by} ms per sample: a step of {step_ms:.3g} ms becomes {saved_ms:.3g} ms shorter"),
         )
+        self._begin_window(WARM_UP, FIRST_STEPS)

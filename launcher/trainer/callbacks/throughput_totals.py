@@ -44,9 +44,9 @@ class ThroughputTotals(Callback):
             training_seconds=self._seconds,  # `seconds` are those of the last process
             wire_bytes_per_step=self._wire_bytes_per_step,
         )
-        times = slowest_rank_times(self._context.env, self._times)
+        times = slowest_rank_times(self._context.env, self._times, self._context.plan.shares)
         if times is None:
             return result
-        if self._context.plan.shares:  # which are not equal
+        if self._context.config.data.share == "auto":  # of steps with other shares than the last ones, too
             times["auto_share_gain"] = 1.0
         return replace(result, step_time=StepTime(**times))
