@@ -21,6 +21,7 @@ from launcher.errors import (
     ON_REQUEST,
     PRUNED,
     STOPPED,
+    TO_RESUME,
     ConfigError,
     LauncherError,
     PreemptedError,
@@ -79,6 +80,11 @@ def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     config, overrides = read_job(Path(arguments.words[0]))
     try:
         run_job(config, overrides, broadcast)
+    except LauncherError as error:
+        before, advice, _ = str(error).partition(f" {TO_RESUME}")
+        if advice:  # that of a run names run.dir, which this command does not take
+            error.args = (f"{before} To resume: the same command.",)
+        raise
     finally:
         with suppress(OSError):
             record_job(Path(config.run.dir))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,12 @@ import pytest
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.lock import locked
+from launcher.sweep.launchers import command_of
 from launcher.sweep.launchers.slurm import Submitted
 from launcher.sweep.state import JobState, SweepJob, SweepState, differences, read_job, record_job, write_job
 from tests.configs import composed
+from tests.limits import at_most
+from tests.sweep.launchers.jobs import ENDLESS, have_saved, jobs_in
 
 WORDS = ("optim.lr=0.1", "data=synthetic")
 
@@ -101,3 +107,16 @@ def test_jobs_of_sweeps_with_one_name_have_different_names_in_a_queue(tmp_path) 
     SweepState([one.job], ()).write(tmp_path)
     (again,) = SweepState.read(tmp_path).jobs
     assert Submitted(again, place).name == one.name, "also for a process that continues the sweep"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_by_hand_says_how_to_resume_it(tmp_path) -> None:
+    (of_job,) = jobs_in(tmp_path, 1, ENDLESS, epochs=100_000)
+    with subprocess.Popen(command_of(of_job[1]), stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + at_most(60)
+        while not have_saved([of_job]) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=at_most(60))
+    assert process.returncode == 75
+    assert said.strip().endswith("checkpoint saved. To resume: the same command.")
