@@ -21,7 +21,7 @@ from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
 from launcher.os import torch_build
-from launcher.os.signals import RankStopSignal, save_means_stop, signal_handlers_installed
+from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed
 from launcher.run_dir.records import rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
@@ -50,7 +50,7 @@ def run(
     """
     heartbeat = heartbeat or Heartbeat()
     run_dir = preflight.prepare_directory(config, launch)
-    stop_signal = RankStopSignal(save_means_stop(config.launch.preempt_signals))
+    stop_signal = StopSignal(save_means_stop(config.launch.preempt_signals), interrupts=True)
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
         signal_handlers_installed(stop_signal, launch.world_size == 1),
@@ -80,7 +80,7 @@ def _join_and_train(
     store: dist.Store | None,
     job: str,
     telemetry: Telemetry,
-    stop_signal: RankStopSignal,
+    stop_signal: StopSignal,
     heartbeat: Heartbeat,
 ) -> None:
     """Train as one rank. A function of its own: after a failure nothing may keep what its frame holds."""

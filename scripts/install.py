@@ -66,8 +66,8 @@ def torch_backend(environ: Mapping[str, str]) -> tuple[str, str]:
     """uv's name of the torch build for this machine, or "default", and why."""
     if by_hand := environ.get("TORCH_BACKEND"):
         return by_hand, "asked for by TORCH_BACKEND"
-    choice = choose(*installed_gpus())
-    return choice.build.backend or DEFAULT, f"{choice.reason} (TORCH_BACKEND=... chooses another)"
+    backend, reason = choose(*installed_gpus())
+    return backend or DEFAULT, f"{reason} (TORCH_BACKEND=... chooses another)"
 
 
 def installed_gpus() -> tuple[str | None, list[Capability]]:

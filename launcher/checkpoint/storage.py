@@ -123,10 +123,10 @@ def read_files(path: Path) -> CheckpointFiles:
 
 
 def snapshot_of(files: CheckpointFiles) -> Snapshot:
-    """The state of the run. Raises StorageError where the tensors do not match state.json."""
+    """The state of the run. Raises StorageError where the files do not hold one."""
     try:
-        return _snapshot_of(files)
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        return _snapshot_of(files.state, files.model_tensors, files.resume_tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _no_state(files.path, error) from error
 
 
@@ -215,26 +215,27 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
     }
 
 
-def _snapshot_of(files: CheckpointFiles) -> Snapshot:
-    """Raises ValueError, KeyError, TypeError or AttributeError for content that does not match."""
-    state, model_tensors, resume_tensors = files.state, files.model_tensors, files.resume_tensors
+def _snapshot_of(
+    state: dict[str, Any], model_tensors: Mapping[str, Tensor], resume_tensors: Mapping[str, Tensor]
+) -> Snapshot:
+    """Raises KeyError, TypeError, AttributeError or ValueError for content that does not match."""
     average, average_buffers = None, _under(AVERAGE_BY_RANK, resume_tensors)
     if state["average"] is not None:
         of_all = {name: mean_over_ranks(name, rows) for name, rows in average_buffers.items()}
-        average = AverageState(_under(AVERAGE, resume_tensors), of_all, _integers(state["average"]))
+        average = AverageState(_under(AVERAGE, resume_tensors), of_all, state["average"])
     return Snapshot(
         engine=EngineState(
             weights={name: model_tensors[name] for name in state["weights"]},
             optimizer=_under(OPTIMIZER_STATE, resume_tensors),
             buffers={name: model_tensors[name] for name in state["buffers"]},
-            counters=_integers(state["counters"]),
+            counters=state["counters"],
             reference_count=state["reference_count"],
             scale_mode=state["scale_mode"],
             outliers=state["outliers"],
         ),
-        progress=TrainProgress(**_integers(state["progress"])),
+        progress=TrainProgress(**state["progress"]),
         identity=RunIdentity(**state["identity"]),
-        world_size=int(state["world_size"]),
+        world_size=state["world_size"],
         names=state["names"],
         rank_buffers=_under(BY_RANK, resume_tensors),
         average=average,
@@ -242,10 +243,6 @@ def _snapshot_of(files: CheckpointFiles) -> Snapshot:
         metric=None if state["metric"] is None else MonitoredMetric(**state["metric"]),
         extra=decoded(RunExtras, state["extra"]),
     )
-
-
-def _integers(values: dict[str, Any]) -> dict[str, int]:
-    return {name: int(value) for name, value in values.items()}
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

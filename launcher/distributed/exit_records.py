@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from launcher.distributed import nccl
 from launcher.distributed.store import ignore_store_errors, missing_ranks
-from launcher.errors import LauncherError, OutOfMemoryError, described, visible, whole_text
+from launcher.errors import LauncherError, OutOfMemoryError, described, whole_text
 from launcher.os.oom import to_resource_error
 from launcher.user_code import short_traceback
 
@@ -67,11 +67,8 @@ class SharedExitRecords:
             row[:_TEXT_AT] = bytes(_TEXT_AT)
 
     def write(self, record: ExitRecord) -> None:
-        """Record how a rank ends. Without room: no traceback, and an error without its middle."""
+        """Record how a rank ends. The texts of errors are limited, so that there is room for each."""
         row, text = self._rows[record.rank], json.dumps(asdict(record)).encode()
-        if len(text) > len(row) - _TEXT_AT:
-            short = visible(record.error, ROW_BYTES // 16)  # a character of JSON takes up to 12 bytes
-            text = json.dumps(asdict(replace(record, error=short, traceback=""))).encode()
         # The text first: a reader takes it for complete once there is a length.
         row[_TEXT_AT : _TEXT_AT + len(text)] = text
         self._length(record.rank)[0] = len(text)

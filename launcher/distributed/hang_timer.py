@@ -257,15 +257,22 @@ class HangTimer:
             if rank == 0 and state_since(self._run_dir / FILE_NAME, self._began) not in ENDED_WELL:
                 write_failure(self._run_dir, Failure("failed", exit_code, text), self._heartbeat.steps_done)
             _print(f"error: {text}")
-        if self._store is not None:  # for the other ranks, whose connections break as this one ends
-            set_tcp_timeouts(LEAVE_S)
-            with ignore_store_errors():
-                store = self._store.clone()  # type: ignore[attr-defined]  # other connections may be in use
-                StoreExitRecords(store, self._job).write(record)
+        if self._store is not None:
+            # In a thread: over a link that is down, connecting takes longer than this rank has.
+            writer = threading.Thread(target=self._write_to_store, args=(record,), daemon=True)
+            writer.start()
+            writer.join(LEAVE_S)
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
         os._exit(exit_code)
+
+    def _write_to_store(self, record: ExitRecord) -> None:
+        """For the other ranks, whose connections break as this one ends."""
+        assert self._store is not None
+        with ignore_store_errors():
+            store = self._store.clone()  # type: ignore[attr-defined]  # other connections may be in use
+            StoreExitRecords(store, self._job).write(record)
 
 
 def _print(line: str) -> None:

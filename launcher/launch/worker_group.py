@@ -26,6 +26,7 @@ from launcher.user_code import place_in_stacks
 # Once one worker has failed: for the others to record their errors, and for rank 0 to close its tracker.
 ERROR_GRACE_S = 1.0
 STACKS_S = 0.5  # for live workers to write their stacks, which takes milliseconds, before they are killed
+PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
 # A rank in one of these has already run: from here launch.hang_timeout_s holds, not launch.init_timeout_s.
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
@@ -38,7 +39,7 @@ class WorkerGroup:
         self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
         self._group_result: GroupResult | None = None
         self._is_hanging = False
-        self._watched_since_s = time.monotonic()
+        self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # local ranks whose exit has been seen
         self._has_stepped = False
@@ -67,6 +68,9 @@ class WorkerGroup:
 
     def _polled(self) -> GroupResult | None:
         now = time.monotonic()
+        if now - self._polled_s > PAUSE_S:
+            self._watched_since_s = now
+        self._polled_s = now
         for rank, process in enumerate(self._processes):
             if rank not in self._exited and process.exitcode is not None:
                 self._exited.add(rank)

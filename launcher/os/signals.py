@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from enum import Enum
 from types import FrameType
 
-from launcher.errors import Interrupted, LauncherError
+from launcher.errors import Interrupted
 
 
 class Action(Enum):
@@ -60,32 +60,32 @@ def is_preemption(stop: signal.Signals | None) -> bool:
 
 
 class StopSignal:
-    """The requests by signals that this process has received."""
+    """The requests by signals that this process has received.
 
-    def __init__(self, save_means_stop: bool = False) -> None:
+    `interrupts`: a second Ctrl-C raises Interrupted in the main thread, which may be in code of the user.
+    """
+
+    def __init__(self, save_means_stop: bool = False, interrupts: bool = False) -> None:
         self.stop: signal.Signals | None = None  # the first signal that asked for it
         self.force_quit = False  # Ctrl-C was pressed again
         self._save_means_stop = save_means_stop
         self._received: list[signal.Signals] = []
         self._save = False
-        self._interruptible = False
+        self._interrupts = interrupts
         self._stopped_s = 0.0
 
     def handler(self, number: int, frame: FrameType | None = None) -> None:
-        """Record a signal. A second Ctrl-C, and any stop within `interruptible`, are acted on at once."""
+        """Record a signal. A second Ctrl-C is acted on at once."""
         received = signal.Signals(number)
         self._received.append(received)
         if ACTION[received] is Action.SAVE and not self._save_means_stop:
             self._save = True
         elif self.stop is None:
             self.stop, self._stopped_s = received, time.monotonic()
-            if self._interruptible:
-                raise Interrupted
         elif received == signal.SIGINT and time.monotonic() - self._stopped_s > ONE_REQUEST_S:
-            self._on_second_interrupt()
-
-    def _on_second_interrupt(self) -> None:
-        self.force_quit = True
+            first, self.force_quit = not self.force_quit, True
+            if first and self._interrupts:
+                raise Interrupted
 
     def pop_received(self) -> list[signal.Signals]:
         """The signals received since the last call, for a parent to pass on."""
@@ -96,38 +96,6 @@ class StopSignal:
         """Whether a checkpoint was requested since the last call."""
         requested, self._save = self._save, False
         return requested
-
-
-class RankStopSignal(StopSignal):
-    """Those of a rank, whose main thread may be in code of the user when a request arrives."""
-
-    def _on_second_interrupt(self) -> None:
-        if not self.force_quit:
-            self.force_quit = True
-            raise Interrupted
-
-    @contextlib.contextmanager
-    def interruptible(self, alone: bool) -> Iterator[None]:
-        """End a process that is `alone` within the context as soon as it is asked to stop.
-
-        For code of the user before the first step, such as a data set that waits for a process of its own: it
-        never reaches the step after which a request is acted on. Nothing is lost there. Raises LauncherError.
-        """
-        self._interruptible = alone
-        try:
-            if alone and self.stop is not None:
-                raise Interrupted
-            yield
-        except Interrupted:  # no Exception until here: code of the user may catch all of them
-            assert self.stop is not None
-            stopped = LauncherError(
-                f"stopped by {self.stop.name} while the data was being loaded; no progress is lost. To start "
-                "or resume, run the same command again."
-            )
-            stopped.exit_code = 128 + self.stop
-            raise stopped from None
-        finally:
-            self._interruptible = False
 
 
 @contextlib.contextmanager

@@ -31,59 +31,43 @@ class Build:
     """One series of wheels of torch 2.11 to 2.14. `backend` is uv's name for it, None the index's default."""
 
     backend: str | None
-    cuda: str
+    name: str
     driver: int  # the oldest major version that supports it
     lowest: Capability  # of the GPUs that it has kernels for
     highest: Capability
 
-    @property
-    def name(self) -> str:
-        return f"{self.backend or 'default'} (CUDA {self.cuda})"
-
-    def misses(self, driver: str | None, capabilities: Sequence[Capability]) -> str | None:
-        """Why this build cannot run on such a machine; None if it can. A driver of None is new enough."""
-        if driver is not None and int(driver.split(".")[0]) < self.driver:
-            return f"driver {driver} is older than {self.driver}, which {self.name} needs"
-        for capability in capabilities:
-            if not self.lowest <= capability <= self.highest:
-                return f"{self.name} has no kernels for compute capability {dotted(capability)}"
-        return None
-
 
 # From torch's support matrix (pytorch#175253, #178665, #190355) and CUDA's compatibility of minor versions,
 # by which a driver for any CUDA 12 runs a build for CUDA 12.6.
-DEFAULT = Build(None, "13", 580, (7, 5), (99, 0))
-BUILDS = (DEFAULT, Build("cu126", "12.6", 525, (5, 0), (9, 0)))
+BUILDS = (
+    Build(None, "default (CUDA 13)", 580, (7, 5), (99, 0)),
+    Build("cu126", "cu126 (CUDA 12.6)", 525, (5, 0), (9, 0)),
+)
 NO_DEVICE = 100  # the one CUresult by which the driver says that there is no GPU, or that all are hidden
 HIDE = "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What to install, and why."""
-
-    build: Build
-    reason: str
-
-
-def choose(driver: str | None, capabilities: Sequence[Capability]) -> Choice:
-    """The first build that runs on all GPUs of a machine, the default one if none does.
+def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str | None, str]:
+    """uv's name of the first build that runs on all GPUs of a machine, else the default one, and why.
 
     Args:
         driver: the version that nvidia-smi reports, such as "550.54.15"; None if it is new enough.
         capabilities: the compute capability of each GPU.
     """
     if not capabilities:
-        return Choice(DEFAULT, "no NVIDIA GPU found")
+        return None, "no NVIDIA GPU found"
     kinds = ", ".join(dotted(each) for each in sorted(set(capabilities)))
     found = f"compute capability {kinds}" + (f", driver {driver}" if driver else "")
     against: list[str] = []
     for build in BUILDS:
-        missing = build.misses(driver, capabilities)
-        if missing is None:
-            return Choice(build, "; ".join([found, *against]))
-        against.append(missing)
-    return Choice(DEFAULT, f"{found}; no build runs on all GPUs of this machine: {'; '.join(against)}")
+        without = [dotted(each) for each in capabilities if not build.lowest <= each <= build.highest]
+        if driver is not None and int(driver.split(".")[0]) < build.driver:
+            against.append(f"driver {driver} is older than {build.driver}, which {build.name} needs")
+        elif without:
+            against.append(f"{build.name} has no kernels for compute capability {without[0]}")
+        else:
+            return build.backend, "; ".join([found, *against])
+    return None, f"{found}; no build runs on all GPUs of this machine: {'; '.join(against)}"
 
 
 def refuse_unusable_driver(rank: int, device: torch.device) -> None:

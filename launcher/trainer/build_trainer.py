@@ -22,7 +22,7 @@ from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import RankInfo
 from launcher.engine.step_timer import PARTS
-from launcher.os.signals import RankStopSignal
+from launcher.os.signals import StopSignal
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.run_dir.records import logs_of_failure
@@ -56,7 +56,7 @@ def build_trainer(
     gpus: GpuSampler | None,
     telemetry: Telemetry,
     heartbeat: Heartbeat,
-    stop_signal: RankStopSignal,
+    stop_signal: StopSignal,
 ) -> Trainer:
     """A trainer that is ready for its first step, the state of a checkpoint loaded. A collective."""
     context, loaded = _build_context(config, env, telemetry, heartbeat, stop_signal)
@@ -97,7 +97,7 @@ def _build_checkpointer(context: TrainContext) -> Checkpointer:
 
 
 def _build_context(
-    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: RankStopSignal
+    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: StopSignal
 ) -> tuple[TrainContext, LoadReport | None]:
     """What the parts of the trainer share, in the order in which it can be built.
 
@@ -106,7 +106,7 @@ def _build_context(
     seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
-    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code():
+    with heartbeat.in_user_code():
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = wrap_recipe(load_recipe(config), logs)
         refuse_unknown(config.tracker)

@@ -7,9 +7,6 @@ import torch.distributed as dist
 
 from launcher.distributed.collectives import pack_result, unpack_result
 from launcher.distributed.exit_records import (
-    ROW_BYTES,
-    ExitRecord,
-    SharedExitRecords,
     StoreExitRecords,
     exit_record,
     with_rank,
@@ -45,17 +42,3 @@ def test_an_error_that_rank_0_has_sent_is_not_blamed_on_the_rank_that_reports_it
 
 def fail(error: LauncherError) -> bytes:
     raise error
-
-
-def test_a_record_without_room_for_its_text_leaves_those_of_other_ranks_alone() -> None:
-    records = SharedExitRecords(2)
-    other = ExitRecord(1, 2.0, "its own error", 1)
-    records.write(other)
-    records.write(ExitRecord(0, 1.0, "an error " * ROW_BYTES + "and its cause", 4, traceback="a line"))
-    records.write(other)
-    assert records.read(1) == other
-    own = records.read(0)
-    assert own is not None
-    assert own.error.startswith("an error an error")
-    assert own.error.endswith("an error and its cause")
-    assert own.exit_code == 4

@@ -38,6 +38,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(worker_group, "PAUSE_S", float("inf"))  # the parent was not stopped meanwhile
     return clock
 
 

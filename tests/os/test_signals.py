@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import Interrupted, LauncherError
+from launcher.errors import Interrupted
 from launcher.os.signals import (
     HANDLED,
     SAVING,
-    RankStopSignal,
     StopSignal,
     is_preemption,
     save_means_stop,
@@ -30,7 +29,7 @@ from launcher.os.signals import (
 @contextlib.contextmanager
 def installed(alone: bool = True, save_means_stop: bool = False):
     """The handlers of a rank."""
-    stop_signal = RankStopSignal(save_means_stop)
+    stop_signal = StopSignal(save_means_stop, interrupts=True)
     with signal_handlers_installed(stop_signal, alone):
         yield stop_signal
 
@@ -79,27 +78,6 @@ def test_a_request_to_save_is_one_to_stop_where_a_scheduler_is_about_to_end_the_
     with installed(save_means_stop=save_means_stop(chosen)) as requests:
         signal.raise_signal(number)
         assert (requests.stop, requests.pop_save()) == ((number, False) if stops else (None, True))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_alone_ends_at_once_while_code_of_the_user_loads_data(number) -> None:
-    def load(requests: RankStopSignal) -> None:
-        with requests.interruptible(alone=True), contextlib.suppress(Exception):  # as a data set may do
-            signal.raise_signal(number)
-
-    with installed() as requests, pytest.raises(LauncherError) as caught:
-        load(requests)
-    assert caught.value.exit_code == 128 + number
-    assert f"stopped by {number.name} while the data was being loaded" in str(caught.value)
-
-
-def test_a_request_before_data_are_loaded_is_heeded_there_and_one_after_it_at_a_step() -> None:
-    with installed() as requests:
-        with requests.interruptible(alone=True):
-            pass
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(LauncherError), requests.interruptible(alone=True):
-            pytest.fail("it began to load")
 
 
 START = [sys.executable, "-m", "launcher", "recipe=resnet18", "--cfg", "job"]
