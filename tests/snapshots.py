@@ -67,6 +67,7 @@ def snapshot(
             },
             reference_count=4,
             scale_mode="dynamic",
+            outliers={"loss": [0.5, step / 3]},
         ),
         progress=TrainProgress(epoch=step // 10, step=step, samples=step * 10),
         identity=IDENTITY,

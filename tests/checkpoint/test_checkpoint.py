@@ -110,6 +110,7 @@ def test_the_files_of_this_format_are_read_and_written(tmp_path: Path) -> None:
                 "metric": {"name": "accuracy", "value": 0.5, "lower_is_better": False},
                 "identity": vars(IDENTITY),
                 "scale_mode": "dynamic",
+                "outliers": {"loss": [0.5, 7 / 3]},
                 "reference_count": 4,
                 "world_size": 2,
                 "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
