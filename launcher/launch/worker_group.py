@@ -1,7 +1,7 @@
 """One set of workers, from the fork to the last exit.
 
-Owns their processes, the check of their heartbeats, and their end: workers that are
-left when an attempt has failed are killed at once, because they wait in a collective.
+Owns their processes, the check of their heartbeats, and their end: workers that are left when an attempt has
+failed may wait in a collective, so they have a second to record their ends and are then killed.
 """
 
 from __future__ import annotations
