@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.run_dir.atomic import read_json
-from launcher.run_dir.records import MODEL
+from launcher.run_dir.records import CONFIG, MODEL
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
@@ -45,9 +50,22 @@ def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
             ).tensors
         else:
             weights = load_file(folder / "model.safetensors")
-        predictor = Predictor(folder, read_json(folder / FACTS), weights)
+        predictor = Predictor(
+            folder, read_json(folder / FACTS), weights, partial(model_of_run, directory) if is_run else None
+        )
         for file in files:
             for name, text in predictor.predictions(file):
                 print(escaped(f"{name}: {text}"), flush=True)
     except OSError as error:
         raise StorageError(f"predict {error.filename or directory}: {error.strerror or error}.") from error
+
+
+def model_of_run(run_dir: Path) -> nn.Module:
+    """The model that the recipe of a run builds, with other weights. The recipe makes its data sets too."""
+    import yaml
+
+    from launcher.config.validation import parse
+    from launcher.recipe.registry import load_recipe
+
+    config = parse(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
+    return load_recipe(config).build_model()

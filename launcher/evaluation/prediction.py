@@ -7,7 +7,7 @@ the forward pass. Never trains, and needs no training data.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,22 @@ def facts_of(recipe: Recipe, recipes_path: str | None = None) -> dict[str, Any]:
 
 
 class Predictor:
-    """A model with trained weights, and the preprocessing of its evaluations."""
+    """A model with trained weights, and the preprocessing of its evaluations.
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    `build` makes the model where the facts do not say how: of a run whose recipe builds it itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        build: Callable[[], nn.Module] | None = None,
+    ) -> None:
         self._folder, self._facts = folder, facts
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._input: Mapping[str, Any] = facts.get("input", {"kind": "row"})
-        self._network = self._built()
+        self._network = self._built(build)
         self._network.load_state_dict(weights)
         self._network.eval().to(self._device)
 
@@ -83,21 +92,22 @@ class Predictor:
             for row, logits in enumerate(found, begin + 1):
                 yield f"{file}:{row}" if len(samples) > 1 else str(file), self._said(logits)
 
-    def _built(self) -> nn.Module:
+    def _built(self, build: Callable[[], nn.Module] | None) -> nn.Module:
         if self._input["kind"] == "text":
             transformers = optional("transformers")
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
             config = transformers.AutoConfig.from_pretrained(self._folder, local_files_only=True)
             network: nn.Module = transformers.AutoModelForSequenceClassification.from_config(config)
             return network
-        if "model" not in self._facts:
+        if (model := self._facts.get("model")) is not None:
+            models = registry_of(model["file"]).models
+            return look_up("model.name", model["name"], models)(**model["arguments"])
+        if build is None:
             raise ConfigError(
-                "predict: this run has not recorded how its model is built. Offer the model with @model and "
-                "build it with model_builder, as recipes/cnn.py does, and train again."
+                "predict: this folder does not say how its model is built. Give the run in its place, or "
+                "offer the model with @model, as recipes/cnn.py does, and train again."
             )
-        model = self._facts["model"]
-        build = look_up("model.name", model["name"], registry_of(model["file"]).models)
-        return build(**model["arguments"])
+        return build()
 
     def _samples(self, file: Path) -> Any:
         match self._input["kind"]:

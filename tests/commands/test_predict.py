@@ -100,6 +100,33 @@ def test_rows_are_read_from_csv_and_npy_and_others_are_refused(tmp_path: Path) -
             list(predictor(tmp_path).predictions(tmp_path / name))
 
 
+OWN = """
+import torch
+from torch import nn
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+
+@recipe
+def own(config):
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorData({"image": x, "label": (x[:, 0] > 0).long()})
+    return Recipe(lambda: nn.Linear(4, 2), data, data, cross_entropy, classes=("below", "above"))
+"""
+
+
+def test_a_recipe_of_one_file_builds_its_model_again(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    launched(tmp_path, "recipe=own.py", "train.epochs=8", "data.batch_size=16", "optim.lr=1", *ONE)
+    np.savetxt(tmp_path / "x.csv", [[3.0, 0, 0, 0], [-3.0, 0, 0, 0]], delimiter=",")
+    assert re.findall(r": (\w+) (?:9|100)", launched(tmp_path, "predict", "run", "x.csv")) == [
+        "above",
+        "below",
+    ]
+    launched(tmp_path, "export", "run", "made/")
+    refused = launch_forked(tmp_path, ["predict", "made", "x.csv"])
+    assert refused.returncode == 2
+    assert "Give the run in its place" in refused.stderr
+
+
 def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words, text in (
