@@ -33,6 +33,8 @@ from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
+from launcher.os import frames
+from launcher.os.oom import oom_text
 from launcher.recipe.checks import MONITOR, refuse_unknown_metric
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
@@ -113,17 +115,38 @@ class EvalLoop:
         """Report that this rank may wait for another one from here on."""
         self.heartbeat.beat(self.waiting_phase)
 
+    def losses(self, batch: Batch, measuring: MetricEvaluator, number: int, size: int) -> Iterator[Loss]:
+        """The loss of a batch, or those of its pieces of `size` samples where it does not fit in memory."""
+        num_samples = len(next(iter(batch.values())))
+        try:
+            loss, made = self._loss(batch, number)
+        except Exception as error:
+            if num_samples <= size or not oom_text(error):
+                raise
+            frames.release(error)
+        else:
+            measuring.update(loss, batch | made)
+            yield loss
+            return
+        for begin in range(0, num_samples, size):
+            piece = {name: column[begin : begin + size] for name, column in batch.items()}
+            yield self.measure_batch(piece, measuring, number)
+
     def measure_batch(self, batch: Batch, measuring: MetricEvaluator, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
+        loss, made = self._loss(batch, number)
+        measuring.update(loss, batch | made)
+        return loss
+
+    def _loss(self, batch: Batch, number: int) -> tuple[Loss, Batch]:
+        """The loss of a batch, and the batch as eval_transform has made it."""
         self.beat()
         seed_evaluation(self.seed, self.env.rank, number, self.env.device)
         with self.forward_context():
             transform = self.recipe.eval_transform
             with self.heartbeat.in_user_code():
                 made = batch if transform is None else transformed("eval_transform", transform, batch)
-            loss = loss_of(self.recipe.loss, self.model, made)
-        measuring.update(loss, batch | made)
-        return loss
+            return loss_of(self.recipe.loss, self.model, made), made
 
     def read(self, batches: Iterator[Read]) -> Iterator[Read]:
         """The batches, with a sign of life before each one is read."""
@@ -137,11 +160,16 @@ class EvalLoop:
 
 
 def evaluate(
-    over: EvalLoop, data: Readable, batch_size: int, interrupted: Callable[[], bool] = lambda: False
+    over: EvalLoop,
+    data: Readable,
+    batch_size: int,
+    interrupted: Callable[[], bool] = lambda: False,
+    training_size: int | None = None,
 ) -> Evaluation:
     """Measure the model on `data` (on the device, whole on every rank). A collective.
 
-    Raises EvaluationStopped, on all ranks, if `interrupted` was true before a batch on any of them.
+    A batch of more than `training_size` samples that does not fit in memory is measured in pieces of that
+    size. Raises EvaluationStopped, on all ranks, if `interrupted` was true before a batch on any of them.
     """
     env = over.env
     own, measuring = _Totals(), MetricEvaluator(over.recipe, env, over.guard, over.wait)
@@ -155,7 +183,8 @@ def evaluate(
             if batch is None:  # samples that could not be read and may be left out
                 own.unreadable += num_samples
             else:
-                own.add(over.measure_batch(batch, measuring, number))
+                for loss in over.losses(batch, measuring, number, training_size or num_samples):
+                    own.add(loss)
         over.wait()
         total = own.over_ranks(env)
         # After the collective, on all ranks alike: they hold the same sums.

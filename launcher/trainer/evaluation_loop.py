@@ -128,7 +128,7 @@ class EvaluationLoop:
             tried = sanity_check(
                 self._pass(name, "trying the evaluation", "comparing the trials"),
                 self.data[name],
-                self._batch_size(name),
+                self._training_size,
             )
             for text in tried.failed:
                 self._context.telemetry.warn(
@@ -147,14 +147,17 @@ class EvaluationLoop:
             if found:
                 monitored_metric(metric, found, key)
 
+    @property
+    def _training_size(self) -> int:
+        plan = self._context.plan
+        return plan.micro_batch or max(1, plan.batch_size // plan.world_size)
+
     def _batch_size(self, name: str) -> int:
         """As in training; of a set in memory four times as many samples, since nothing is kept for backward.
 
         400,000 rows through two linear layers took 2.4 times a plain loop in batches of 128, 1.3 in 512.
         """
-        plan = self._context.plan
-        of_training = plan.micro_batch or max(1, plan.batch_size // plan.world_size)
-        return of_training * (4 if isinstance(self.data[name], TensorData) else 1)
+        return self._training_size * (4 if isinstance(self.data[name], TensorData) else 1)
 
     def _evaluate(self, name: str, position: Position) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
@@ -162,7 +165,11 @@ class EvaluationLoop:
         telemetry = self._context.telemetry
         of_set = self._pass(name, "evaluation", "adding up the evaluation")
         found = evaluate(
-            of_set, self.data[name], self._batch_size(name), interrupted=self._context.should_stop
+            of_set,
+            self.data[name],
+            self._batch_size(name),
+            self._context.should_stop,
+            self._training_size,
         )
         title = f"the {set_title(name)} set"
         if found.nan_outputs:

@@ -110,6 +110,16 @@ def test_a_shortage_in_the_pass_of_one_rank_ends_all_ranks_after_the_same_step(t
     assert all("ended by another" not in output for output in ended.outputs)
 
 
+def test_an_evaluation_whose_larger_batches_do_not_fit_takes_those_of_training(tmp_path: Path) -> None:
+    """A set in memory is evaluated in four times the micro-batch, 32 samples, where memory allows."""
+    words = ("train.max_steps=3", "train.eval_every_steps=3")
+    small = run(tmp_path / "small", *words, ranks=2, user_code=lacking_memory(8, 1, training=False))
+    whole = run(tmp_path / "whole", *words, ranks=2)
+    assert small.digest == whole.digest
+    (found, expected) = ([event["val_loss"] for event in ended.events("eval")] for ended in (small, whole))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 ENDED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int, str]] = {
     # ranks, words, which of them lack memory, for more samples than that, and what is said
     "both, in the first step": (
