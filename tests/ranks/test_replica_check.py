@@ -20,7 +20,7 @@ FAULTS = {
     "master": "0.weight (master)",
     "state": "0.weight (optimizer state 1)",
     "vector": "0.bias (weight)",
-    "scale": "loss scale (bad_losses)",
+    "scale": "loss scale (bad_loss_steps)",
     "rate": "learning rate",
 }
 
