@@ -59,7 +59,7 @@ def test_each_rank_of_a_run_that_hangs_names_its_phase(tmp_path: Path, rank: int
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)
     assert ended.result["error"] in ended.outputs[0]
     for each in range(ranks):
-        place = "compute" if each == rank else "(compute|wire)"
+        place = "compute" if each == rank else "(compute|communication)"
         assert re.search(f"error: rank {each} hangs: in {place} of step 9 for", ended.outputs[each])
         stacks = (tmp_path / "run" / "logs" / f"stacks-rank{each}.txt").read_text()
         assert ("usercode" in stacks or "in sleep" in stacks) == (each == rank)

@@ -67,7 +67,7 @@ def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank
         os.kill(victim, signal.SIGKILL)
         assert gone_within(others, 2)
         assert parent.end() == 1
-        place = r"in (compute|wire|update|report) of step \d+"
+        place = r"in (compute|communication|update|report) of step \d+"
         assert re.match(
             rf"error: rank {rank} was killed by SIGKILL \(pid {victim}\) {place}\.", error_of(parent)
         )
