@@ -103,7 +103,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)  # each [n, heads, length, width / heads]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.project(mixed.transpose(1, 2).reshape(n, length, width))
+        projected: Tensor = self.project(mixed.transpose(1, 2).reshape(n, length, width))
+        return projected
 
 
 class GPT(nn.Module):
