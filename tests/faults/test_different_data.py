@@ -155,7 +155,6 @@ def test_an_unseeded_generator_is_refused_before_the_first_step(tmp_path: Path) 
             "the ranks do not hold the same data. Rank 1 differs in: training column image" in parent.stderr
         )
         assert "restart" not in parent.stderr
-    assert not (tmp_path / "outputs").exists()  # nothing has begun: the error says all there is
 
 
 IN_THE_ORDER_OF_A_SET = """
@@ -182,7 +181,6 @@ def test_the_order_of_a_set_is_refused_before_the_first_step(tmp_path: Path) -> 
         done.stderr.count("the ranks do not hold the same data. Rank 1 differs in: training column im") == 1
     )
     assert "step 1" not in done.stdout
-    assert not (tmp_path / "outputs").exists(), "nothing is left of a run that has not started"
 
 
 NUMBERED_BY_A_SET = """
@@ -233,7 +231,7 @@ def test_a_schedule_that_differs_by_rank_ends_the_run_before_its_first_step(tmp_
     with Parent(tmp_path, "optim.lr=0.1", "train.epochs=1") as parent:
         assert parent.end() == ConfigError.exit_code
         assert re.search(
-            r"^error: the ranks were given different models or settings.* on rank\(s\) 1 learning_rates is "
+            r"^error: the ranks were given different models or settings.* on rank 1 learning_rates is "
             r"\[0\.2, 0\.2, 0\.2, 0\.2\], not \[0\.1, 0\.1, 0\.1, 0\.1\]\. ",
             parent.stderr,
             re.MULTILINE,

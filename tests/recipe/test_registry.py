@@ -50,7 +50,7 @@ def test_a_name_of_the_launchers_own_optimizers_is_taken(tmp_path):
 
 
 def test_a_name_that_no_file_can_have_registered_is_refused_before_torch_is_there():
-    with pytest.raises(ConfigError, match=r"adagrad, or one that a recipe file .* registers with @optimizer"):
+    with pytest.raises(ConfigError, match=r"adagrad, or one that a file of your own .* with @optimizer"):
         composed("recipe=resnet18", "optim.name=adamv")
 
 

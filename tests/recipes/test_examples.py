@@ -55,7 +55,9 @@ def train(name: str, directory: Path, *words: str) -> dict:
 
 def test_they_are_no_recipes_of_the_program() -> None:
     assert registry_of(None).recipes.keys().isdisjoint(RECIPES)
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*RECIPES, "flat_loop", "gan"])
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(
+        [*RECIPES, "flat_loop", "gan", "grpo"]
+    )
 
 
 def test_a_plain_dataset_with_a_transform_learns_and_resumes_with_the_same_samples(tmp_path: Path) -> None:
