@@ -78,8 +78,10 @@ def write_config(directory: Path, config: Config) -> None:
 
 def foreign_to_a_run(directory: Path) -> list[str]:
     """The files in a directory without a run that one would write over."""
-    own = {JOB, LOCK}  # of a job that has not started, and of a process that is killed as it starts
-    return [name for name in (*FILES, CHECKPOINTS) if name not in own and (directory / name).exists()]
+    # Of a job that has not started, and of a process that was killed as it started: the rest of a run that
+    # began anew may be its checkpoints alone, which are set aside then.
+    own = {JOB, LOCK}
+    return [name for name in FILES if name not in own and (directory / name).exists()]
 
 
 def as_typed_config(config: Config) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def recipe_failure(
         return None
     text = f"{what} failed{where}"
     said = described(error).removesuffix(".")
-    if isinstance(error, KeyError) and batch and error.args[0] not in batch:
+    if isinstance(error, KeyError) and batch and _is_column(error.args[0]) and error.args[0] not in batch:
         columns = ", ".join(batch)
         return DataError(f"{text}: {said}. A batch has the columns {columns}. {IN_LOG} {logs}.")
     if isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error)):
@@ -96,6 +96,11 @@ def recipe_failure(
     failure = RecipeError(f"{text}: {said}. {IN_LOG} {logs}.")
     failure.traceback = short_traceback(error)
     return failure
+
+
+def _is_column(key: object) -> bool:
+    """Whether a KeyError is about a key such as that of a column, and not a sentence that someone raised."""
+    return isinstance(key, str) and key.isidentifier()
 
 
 def _guarded(name: str, function: Callable[..., Result], logs: str) -> Callable[..., Result]:
