@@ -1,10 +1,11 @@
-"""Time per sample of ranks of unlike speed: with shares by speed, with equal shares, and of each rank alone.
+"""Time per sample of ranks of unlike speed: with shares by speed, with equal ones, and without any exchange.
 
     python scripts/bench/shares.py [--quick] [--json FILE] [--models resnet18 gpt] [--ranks 2 3] [--repeats 5]
 
-Real runs with what the launcher does by default. Rank 0 has a core; every other one is stopped for two thirds
-of each 30 ms, by SIGSTOP and SIGCONT, on the next core, which two of them share. The sides alternate. Steps
-before the 25th are not counted: until then shares are being found.
+Real runs with what the launcher does by default. Rank 0 has a core; every other one is stopped for two
+thirds of the time, by SIGSTOP and SIGCONT, on the next core, which two of them share. The baseline is the sum
+of what the ranks do at the same time without each other: cores that share memory slow each other down. The
+sides alternate. With data.share=auto steps before the 25th are not counted, until which shares are found.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import contextlib
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,47 +23,60 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from launcher.data.shares import proportional_shares
 from launcher.telemetry.event_log import read_events
-from scripts.bench.interleaved import Figure, median_interval, text_table, write
+from scripts.bench.interleaved import Figure, text_table, write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
-    "resnet18": ("recipe=resnet18", "data.batch_size=64"),
-    "gpt": ("recipe=gpt", "data.batch_size=32"),
+    "resnet18": (("recipe=resnet18",), 256),
+    "gpt": (("recipe=gpt", "model.layers=2"), 64),
 }
 WORDS = ("tracker=none", "train.log_every_steps=1", "train.eval_every_epochs=100000", "train.epochs=100000")
-FIRST_STEP, STEPS = 25, 20  # that are counted
-RUNNING_S, STOPPED_S = 0.01, 0.02
+FOUND_STEP, WARM_STEP = 25, 5  # from where on steps are counted
+RUNNING_S, STOPPED_S = 0.003, 0.006
 PROMISED = 1 / 0.92  # the sum of what the ranks do alone, over what they do together
 LIMIT_S = 300
+STEPS = 10  # that are counted
+Run = tuple[int, Sequence[int]]  # its batch size, and the ranks of which the slow ones are above 0
 
 
-def seconds_per_sample(folder: Path, words: Sequence[str], ranks: Sequence[int], steps: int) -> float:
-    """Of a run of these ranks; rank 0 alone is not slowed."""
+def started(
+    folder: Path, words: Sequence[str], batch_size: int, ranks: Sequence[int], last_step: int
+) -> tuple[Path, list[subprocess.Popen[bytes]]]:
+    """The directory of a run of these ranks, and its processes, in the environment that torchrun gives."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started = []
+    processes = []
     for number, rank in enumerate(ranks):
         job = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": len(ranks)}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {key: str(value) for key, value in (job | place if len(ranks) > 1 else {}).items()}
+        variables = job | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         command = ["taskset", "-c", str(min(rank, 1)), sys.executable, "-m", "launcher", *WORDS, *words]
-        command += [f"run.dir={run_dir}", f"train.max_steps={FIRST_STEP + steps}"]
-        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        started.append(subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.DEVNULL))
-    slow = [each for rank, each in zip(ranks, started, strict=True) if rank]
-    with slowed(slow):
-        for each in started:
-            assert each.wait(LIMIT_S) == 0, f"see {run_dir}"
-    ends = {
-        event["step"]: event["time"]
-        for event in read_events(run_dir / "metrics.jsonl")
-        if event["event"] == "step"
-    }
-    batch_size = int(next(word for word in words if word.startswith("data.batch_size=")).partition("=")[2])
-    return (ends[FIRST_STEP + steps] - ends[FIRST_STEP]) / (steps * batch_size)
+        command += [f"data.batch_size={batch_size}", f"run.dir={run_dir}", f"train.max_steps={last_step}"]
+        environ = (
+            os.environ | {key: str(value) for key, value in variables.items()} | {"PYTHONPATH": str(ROOT)}
+        )
+        with (run_dir / f"output{rank}").open("wb") as output:
+            processes.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))
+    return run_dir, processes
+
+
+def samples_per_s(folder: Path, words: Sequence[str], runs: Sequence[Run], first: int, steps: int) -> float:
+    """Of all these runs together, which train at the same time, over `steps` steps after `first`."""
+    found = [started(folder, words, batch_size, ranks, first + steps) for batch_size, ranks in runs]
+    processes = [process for _, of_run in found for process in of_run]
+    ranks = [rank for _, of_run in runs for rank in of_run]
+    with slowed([process for rank, process in zip(ranks, processes, strict=True) if rank]):
+        for process in processes:
+            assert process.wait(LIMIT_S) == 0, f"see {[str(run_dir) for run_dir, _ in found]}"
+    total = 0.0
+    for (batch_size, _), (run_dir, _) in zip(runs, found, strict=True):
+        events = read_events(run_dir / "metrics.jsonl")
+        ends = {event["step"]: event["time"] for event in events if event["event"] == "step"}
+        total += steps * batch_size / (ends[first + steps] - ends[first])
+    return total
 
 
 @contextlib.contextmanager
@@ -89,33 +102,27 @@ def slowed(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 def measure(model: str, ranks: int, repeats: int, steps: int, folder: Path) -> dict[str, list[float]]:
     """Seconds per sample by side."""
-    words, together = MODELS[model], range(ranks)
+    words, batch_size = MODELS[model]
+    speeds = [3.0] + [1.0] * (ranks - 1)
+    shares = proportional_shares(speeds, batch_size)
+    together: list[Run] = [(batch_size, range(ranks))]
+    apart: list[Run] = [(share, [rank]) for rank, share in enumerate(shares)]
     sides = {
-        "auto": ([*words, "data.share=auto"], together),
-        "equal": (words, together),
-        "alone, fast": (words, [0]),
-        "alone, slow": (words, [1]),
+        "auto": ([*words, "data.share=auto"], together, FOUND_STEP),
+        "equal": (words, together, WARM_STEP),
+        "without each other": (words, apart, WARM_STEP),
     }
     found: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(repeats):
-        for side, (given, of) in sides.items():
-            found[side].append(seconds_per_sample(folder, given, of, steps))
+        for side, (given, runs, first) in sides.items():
+            found[side].append(1 / samples_per_s(folder, given, runs, first, steps))
     return found
 
 
 def figures_of(model: str, ranks: int, times: dict[str, list[float]]) -> Iterator[Figure]:
-    # Two slow ranks share a core, each for a third of the time.
-    alone = [
-        1 / (1 / fast + (ranks - 1) / slow)
-        for fast, slow in zip(times["alone, fast"], times["alone, slow"], strict=True)
-    ]
     for side, promised in (("auto", PROMISED), ("equal", None)):
-        own = times[side]
-        low, high = median_interval([one / two for one, two in zip(own, alone, strict=True)])
-        mine, sum_alone = 1e3 * statistics.median(own), 1e3 * statistics.median(alone)
-        what = f"time per sample, {model}, {ranks} ranks, one fast, data.share={side}"
-        baseline = "at the sum of their speeds alone"
-        yield Figure(what, mine, "ms", baseline, sum_alone, mine / sum_alone, low, high, promised)
+        what = f"time per sample, {model}, {ranks} ranks, one of them fast, data.share={side}"
+        yield Figure.ratio(what, times, side, "without each other", promised)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
