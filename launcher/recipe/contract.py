@@ -22,7 +22,7 @@ from launcher.data.reader import Collate, Indexed
 from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, counted
 from launcher.metrics import Classification, LossMetric, Metric
 from launcher.metrics.metric import shape_text
 
@@ -176,9 +176,22 @@ def cross_entropy(
     classes (floating-point, of the logits' shape; fp32 is used). `label_smoothing` is
     that of train.label_smoothing, as for any loss that has an argument of this name.
     """
-    logits, expected = network(batch[inputs]).float(), batch[labels]
+    found: object = network(batch[inputs])
+    expected = batch[labels]
+    if not isinstance(found, Tensor):
+        raise ConfigError(
+            f"the model returned a {type(found).__name__}: cross_entropy needs a tensor of logits. Return "
+            "one from the model, or write a loss that selects it: see recipes/README.md."
+        )
+    logits = found.float()
     # The mode of emulation leaves fp32 as it is, and takes longer than most of these calls.
     with torch._C.DisableTorchFunction():
+        shape, num_samples = logits.shape, len(expected)
+        if len(shape) < 2 or shape[0] != num_samples:
+            raise ConfigError(
+                f"the model returned the shape {list(shape)} for {counted(num_samples, 'sample')}: "
+                f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
+            )
         if expected.is_floating_point():
             expected = expected.float()
         loss = class_loss(logits, expected, label_smoothing)

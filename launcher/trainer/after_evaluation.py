@@ -1,7 +1,7 @@
 """What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
 
-Owns the call of `Recipe.on_eval_end`, the wait of the other ranks, and the files of the pictures. What the
-function draws is drawn by nothing else; the check of the replicas finds weights that it has changed.
+Owns the call of `Recipe.on_eval_end`, the wait of the other ranks, and the files of the pictures. The
+function cannot change the run: changed weights are an error, and what it draws is drawn by nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.data.seeding import derive_seed, seed_all
 from launcher.distributed.collectives import from_rank0
@@ -91,12 +91,27 @@ def _call_and_report(context: TrainContext, position: Position) -> bytes:
 
 
 def _call(context: TrainContext, position: Position) -> object:
-    """What the function returns. The other ranks wait for as long as it takes."""
+    """What the function returns. The other ranks wait for as long as it takes.
+
+    Raises ConfigError where it has changed weights or buffers.
+    """
     assert context.recipe.on_eval_end is not None
     # By the step, so that a resumed run shows the same.
     seed_all(derive_seed(context.config.seed, position.step, "after_evaluation"), context.env.device)
     with evaluating(context.model), torch.no_grad(), context.stepper.forward():
-        return context.recipe.on_eval_end(context.model, position)
+        before = _versions(context.model)
+        found = context.recipe.on_eval_end(context.model, position)
+        if _versions(context.model) != before:
+            raise ConfigError(
+                "the recipe's on_eval_end has changed weights or buffers of the model, on rank 0 alone. "
+                "It may only read them: work on a copy.deepcopy of the model."
+            )
+    return found
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Which tensors the model has, and torch's counts of their in-place changes (not of those to `.data`)."""
+    return [(id(tensor), tensor._version) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def _written(context: TrainContext, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:

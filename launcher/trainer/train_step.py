@@ -11,7 +11,7 @@ from launcher.data.tensors import Batch
 from launcher.distributed.collectives import raise_on_all_ranks
 from launcher.engine import EngineWarning, StepResult
 from launcher.engine.step_timer import DATA
-from launcher.errors import DataError, counted
+from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.evaluate import unchanged
 from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
@@ -76,9 +76,16 @@ class TrainStep:
         return stream_exhausted
 
     def forward_backward(self, batch: Batch) -> Loss:
-        """Forward and backward pass of a micro-batch."""
+        """Forward and backward pass of a micro-batch. ConfigError where the loss ends the training mode."""
+        model = self.context.model
+        training = model.training  # a frozen model may override train() and never be in it
         with self.stepper.forward():
             output = loss_of(self.context.recipe.loss, self.network, batch)
+        if model.training != training:
+            raise ConfigError(
+                "the recipe's loss left the network in evaluation mode while it is trained, which changes "
+                "what batch norms and dropout do. Remove network.eval() from it: the launcher sets the mode."
+            )
         if not self._checked_unregistered:
             self._checked_unregistered = True
             if text := unregistered_parameters(output.sum, self.network):

@@ -85,3 +85,17 @@ def test_cross_entropy_has_the_bits_of_torch_under_emulation(dtype, label_smooth
 def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:
     with pytest.raises(ConfigError, match=text):
         loss_of(lambda network, batch: given, torch.nn.Identity(), {})
+
+
+@pytest.mark.parametrize(
+    ("network", "text"),
+    [
+        (lambda x: {"logits": x}, "the model returned a dict: cross_entropy needs a tensor of logits"),
+        (lambda x: x[:, 0], r"the shape \[2\] for 2 samples: cross_entropy needs \[2, classes\]"),
+        (lambda x: x[:1], r"the shape \[1, 3\] for 2 samples"),
+    ],
+)
+def test_a_model_that_returns_no_logits_is_refused(network, text) -> None:
+    batch = {"image": torch.zeros(2, 3), "label": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(ConfigError, match=text):
+        cross_entropy(network, batch)

@@ -16,7 +16,7 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import LoaderConfig
 from launcher.data.sources import training_batches, wrap_dataset
 from launcher.engine import SGD, EngineWarning, Policy, Stepper
-from launcher.errors import DataError
+from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss
 from launcher.trainer.progress import Position, samples_of
 from launcher.trainer.train_step import TrainStep
@@ -50,6 +50,18 @@ def test_a_loss_with_parameters_of_its_own_is_a_warning_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         task.forward_backward({"x": x, "label": classes})
+
+
+def test_a_loss_that_ends_the_training_mode_is_refused() -> None:
+    x, classes = features(4, 0)
+    model = mlp()
+    context: Any = SimpleNamespace(
+        stepper=Stepper(model, SGD(0.1), Policy.fp32()),
+        model=model,
+        recipe=SimpleNamespace(loss=lambda network, batch: Loss(network.eval()(batch["x"]).sum(), 4)),
+    )
+    with pytest.raises(ConfigError, match="left the network in evaluation mode"):
+        TrainStep(context).forward_backward({"x": x, "label": classes})
 
 
 @pytest.mark.parametrize("weight", [1e-8, 1.0, 64.0])

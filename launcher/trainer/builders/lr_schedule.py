@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 from launcher.errors import ConfigError
 
@@ -37,17 +38,23 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
 def custom_lr_table(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
     """`steps` learning rates: `peak` times `schedule(step, steps)` for each step from 0.
 
-    ConfigError, with `name`, for a factor that is no finite number of at least 0.
+    ConfigError, with `name`, for a factor that is no finite number of at least 0, and where all are 0.
     """
     rates: list[float] = []
     for step in range(steps):
-        rate = peak * float(schedule(step, steps))
-        if not 0 <= rate < math.inf:
+        factor = schedule(step, steps)
+        if not isinstance(factor, Real) or not 0 <= peak * factor < math.inf:
             raise ConfigError(
-                f"{name} gives the learning rate {rate:g} for step {step} of {steps}: it must return the "
-                f"factor on the rate {peak:g}, a finite number of at least 0."
+                f"{name} gives {factor!r} for step {step} of {steps}: it must return the factor on the rate "
+                f"{peak:g}, a finite number (no tensor) of at least 0."
             )
-        rates.append(rate)
+        rates.append(peak * float(factor))
+    if rates and peak and not any(rates):
+        raise ConfigError(
+            f"{name} gives 0 for each of {steps} steps, so nothing would be trained: it must return the "
+            f"factor on the rate {peak:g}, above 0 for at least one step. An integer division (//) rounds a "
+            "factor below 1 to 0."
+        )
     return rates
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.pretrained import read, sha256_of
+from launcher.checkpoint.pretrained import FLOATS, read, sha256_of
 from launcher.config.schema import Config
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import RANK0, WorkerEnv
@@ -141,6 +141,11 @@ def _assign(
     state = model.state_dict(keep_vars=True).items()
     own = {plain_name(key): x for key, x in state if isinstance(x, Tensor)}
     shared = [name for name in own if name in tensors]
+    for name in shared:  # copy_ would convert quantised values without their scales
+        kinds = FLOATS if own[name].dtype in FLOATS else (own[name].dtype,)
+        if tensors[name].dtype not in kinds:
+            given, *needed = (str(dtype).removeprefix("torch.") for dtype in (tensors[name].dtype, *kinds))
+            raise ConfigError(f"{name} is {given} in the file; the model needs {' or '.join(needed)}.")
     fitting = [name for name in shared if tensors[name].shape == own[name].shape]
     first: dict[int, str] = {}  # a tied tensor may be given under one of its names, or alike under several
     for name in fitting:

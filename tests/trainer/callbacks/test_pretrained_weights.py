@@ -114,6 +114,14 @@ def test_half_values_are_taken(tmp_path, dtype) -> None:
     assert torch.equal(model.state_dict()["0.weight"], tensors["0.weight"].float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_values_are_refused(tmp_path, dtype) -> None:
+    tensors = state_of(mlp(1)) | {"0.weight": torch.ones(16, 8).to(dtype)}
+    error = refused(mlp(), saved(tmp_path / "w.safetensors", tensors))
+    name = str(dtype).removeprefix("torch.")
+    assert f"0.weight is {name} in the file; the model needs float64 or float32" in error
+
+
 def test_a_file_of_another_model_is_refused_whatever_is_asked_for(tmp_path) -> None:
     file = saved(tmp_path / "w.safetensors", state_of(conv_net()))
     for strict in (True, False):
