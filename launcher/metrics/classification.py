@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher.data.labels import OF_IGNORED
+from launcher.data.labels import IGNORED
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError, counted
 from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
@@ -116,7 +116,10 @@ class Classification:
         wrong_labels, wrong_predictions = cells[-2:].tolist()
         outside = f"outside 0..{num_classes - 1}, which the {num_classes} classes are"
         if wrong_labels:
-            raise DataError(f"{counted(wrong_labels, 'label')} {outside}. {OF_IGNORED}")
+            raise DataError(
+                f"{counted(wrong_labels, 'label')} {outside}. Correct them, or name all classes; if they are "
+                f"{IGNORED}, Classification(classes, ignore_index={IGNORED}) leaves them out."
+            )
         if wrong_predictions:
             raise ConfigError(f"{counted(wrong_predictions, 'prediction')} {outside}.")
         return cells[: num_classes**2].reshape(num_classes, num_classes)

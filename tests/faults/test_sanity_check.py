@@ -48,8 +48,12 @@ def started(directory: Path, parts: str, net: str = PLAIN, hook: str = "pass") -
         (
             ONE_LEFT,
             {"net": NORM},
-            2,
-            ["Expected more than 1 value per channel", "a trial of the smallest batch"],
+            7,
+            [
+                "Expected more than 1 value per channel",
+                "data.drop_last=true",
+                "a trial of the smallest batch",
+            ],
         ),
         (EVEN, {"hook": "raise ValueError('no picture today')"}, 1, ["no picture today", "on_eval_end"]),
     ],

@@ -7,12 +7,14 @@ and the loss of another rank pass unchanged.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher.data import loader
+from launcher.data.labels import VOID
 from launcher.distributed.alone import HiddenProcessGroup
 from launcher.distributed.exit_records import is_secondary
 from launcher.engine import UnusableError
@@ -24,6 +26,8 @@ from launcher.user_code import short_traceback, user_location
 
 Result = TypeVar("Result")
 IN_LOG = "The full traceback is in"
+TARGET = re.compile(r"Target (-?\d+) is out of bounds")  # of torch's losses
+BATCH_NORM = "Expected more than 1 value per channel when training"
 GUARDED = ("build_model", "loss", "train_transform", "eval_transform", "on_eval_end", "schedule")
 
 
@@ -68,8 +72,8 @@ def recipe_failure(
 ) -> LauncherError | None:
     """The error for an exception that `what` of a recipe raised; None for one that passes unchanged.
 
-    Shapes that do not fit are a ConfigError with the module and what it was given, a column that the `batch`
-    does not have is a DataError with those that it has.
+    Shapes that do not fit are a ConfigError with the module and what it was given, what the `batch` is at
+    fault for is a DataError with the rule.
     """
     place = user_location(error)
     where = f" at {place}" if place else ""
@@ -87,15 +91,31 @@ def recipe_failure(
         return None
     text = f"{what} failed{where}"
     said = described(error).removesuffix(".")
-    if isinstance(error, KeyError) and batch and _is_column(error.args[0]) and error.args[0] not in batch:
-        columns = ", ".join(batch)
-        return DataError(f"{text}: {said}. A batch has the columns {columns}. {IN_LOG} {logs}.")
+    if batch and (rule := _rule_of_data(error, batch)):  # first: SHAPES matches what a batch norm raises
+        return DataError(f"{text}: {said}. {rule} {IN_LOG} {logs}.")
     if isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error)):
         given = failing_module_inputs(error)
         return ConfigError(f"{text}{f': {given}' if given else ''}: {said}. {IN_LOG} {logs}.")
     failure = RecipeError(f"{text}: {said}. {IN_LOG} {logs}.")
     failure.traceback = short_traceback(error)
     return failure
+
+
+def _rule_of_data(error: Exception, batch: Mapping[str, object]) -> str:
+    """The rule that the batch breaks, and what to change; empty where it is not at fault."""
+    if isinstance(error, KeyError):
+        key = error.args[0] if error.args else None
+        return f"A batch has the columns {', '.join(batch)}." if _is_column(key) and key not in batch else ""
+    if isinstance(error, IndexError) and (found := TARGET.search(whole_text(error))):
+        rule = "A label must be at least 0 and less than the number of the model's outputs."
+        marks = f" If {VOID} marks what is to be left out, give the loss ignore_index={VOID}."
+        return rule + marks if int(found[1]) == VOID else rule
+    if isinstance(error, ValueError) and BATCH_NORM in whole_text(error):
+        return (
+            "A batch norm needs at least two samples per forward pass: set data.drop_last=true if it is the "
+            "rest of an epoch, else raise data.micro_batch_size or data.batch_size."
+        )
+    return ""
 
 
 def _is_column(key: object) -> bool:

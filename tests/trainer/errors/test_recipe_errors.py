@@ -27,6 +27,24 @@ def test_a_missing_column_names_those_of_the_batch() -> None:
         _ = {}["y"]
 
 
+@pytest.mark.parametrize(
+    ("fail", "rule"),
+    [
+        (lambda: nn.BatchNorm1d(2)(torch.ones(1, 2)), "set data.drop_last=true if"),
+        (lambda: nn.functional.cross_entropy(torch.ones(1, 2), torch.tensor([7])), "Target 7 .* at least 0"),
+        (lambda: nn.functional.cross_entropy(torch.ones(1, 2), torch.tensor([255])), "ignore_index=255"),
+    ],
+)
+def test_what_the_data_is_at_fault_for_comes_with_the_rule(fail, rule) -> None:
+    with pytest.raises(DataError, match=rule), guarding("the recipe's loss", LOG, {"x": torch.ones(1, 2)}):
+        fail()
+
+
+def test_a_key_error_without_a_key_is_the_recipes() -> None:
+    with pytest.raises(RecipeError, match="failed"), guarding("the recipe's loss", LOG, {"x": 1}):
+        raise KeyError
+
+
 def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
     data = TensorData({"x": torch.ones(4, 3)})
     return wrap_recipe(Recipe(lambda: nn.Linear(3, 1), data, data, loss), LOG)
