@@ -14,6 +14,7 @@ import multiprocessing.util
 import operator
 import os
 import signal
+import tempfile
 import threading
 import traceback
 import warnings
@@ -45,6 +46,7 @@ PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
 READING, ENDS = 0, 1  # columns of what a pool shares with its processes
+LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
 _pools: list[WorkerPool] = []  # of this process, for their failures to be named
 
@@ -223,6 +225,7 @@ class WorkerPool:
         )
         # Sockets get a directory of its own, which `_end` removes: not that of the process before the fork.
         multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+        _use_a_short_directory()
         # Called for each sample: without a function in Python it takes a third of the time.
         self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
 
@@ -259,6 +262,14 @@ class LoadedSet:
                 self._evaluation[1].end()
             self._evaluation = key, make()
         return self._evaluation[1]
+
+
+def _use_a_short_directory() -> None:
+    """Put the sockets of this process into /tmp where a path in TMPDIR is too long for them."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        multiprocessing.util.get_temp_dir()  # made once per process
+        tempfile.tempdir = before
 
 
 def _end_after_failed_send(error: Exception, batch: object) -> NoReturn:

@@ -43,7 +43,7 @@ class StepReport:
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
     votes: tuple[float, ...]  # sum over the ranks, by question
-    spans_ms: dict[str, float]  # compute, wire (not overlapped), update, and parts marked by the caller
+    spans_ms: dict[str, float]  # compute, communication (not overlapped), update, parts of the caller
     outlier: bool = False  # skipped for its loss or gradient norm alone: see SkipOutliers
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 

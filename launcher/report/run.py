@@ -178,7 +178,7 @@ class Run:
 
     @property
     def bound(self) -> str:
-        """What bounds the step: input, wire, update or compute."""
+        """What bounds the step: input, communication, update, overhead or compute."""
         shares = self.history.time_shares
         return "" if shares is None else shares.verdict.partition(":")[0].removesuffix("-bound")
 

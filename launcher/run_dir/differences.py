@@ -40,11 +40,11 @@ TRAINING_SECTIONS = (
     "precision",
     "ddp",
 )
+LENGTH_KEYS = ("train.epochs", "train.max_steps")  # a schedule that is not constant is spread over it
 # Within these sections: how long and how fast a run trains, and what it finds out for itself.
 IGNORED_KEYS = (
     "recipes.path",  # where the code is, not what it is
-    "train.epochs",
-    "train.max_steps",
+    *LENGTH_KEYS,
     "train.eval_every_*",
     "train.log_every_steps",
     "train.on_oom",
@@ -87,17 +87,22 @@ def differences(config: Config, directory: Path) -> dict[str, str]:
 def settings_of(config: Config) -> dict[str, str]:
     """What a run learns from, as texts by dotted key: a checkpoint keeps them for `changed_settings`."""
     return {
-        key: to_override(value) for key, value in leaves(as_typed_config(config)) if _affects_training(key)
+        key: to_override(value)
+        for key, value in leaves(as_typed_config(config))
+        if _affects_training(key) or key in LENGTH_KEYS
     }
 
 
-def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Keys of `settings_of` that differ, with both values; one that either lacks is of another version."""
-    return [
-        f"{key} was {before[key]} and is {now[key]}"
+def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Keys of `settings_of` that differ, each with both values in a text.
+
+    One that either lacks is of another version.
+    """
+    return {
+        key: f"{key} was {before[key]} and is {now[key]}"
         for key in before
         if before[key] != now.get(key, before[key])
-    ]
+    }
 
 
 def _affects_training(key: str) -> bool:

@@ -38,7 +38,7 @@ ADVICE = {
         "memory), make the data set's transform cheaper, or raise data.batch_size"
     ),
     "communication_ms": (
-        "wire-bound: {share} of the step{of} waits for the exchange of gradients: "
+        "communication-bound: {share} of the step{of} waits for the exchange of gradients: "
         "raise data.batch_size, or use fewer ranks"
     ),
     "update_ms": "update-bound: {share} of the step{of} updates the weights: raise data.batch_size",
@@ -81,7 +81,7 @@ class TimeShares:
 
     @property
     def bound(self) -> str:
-        """The largest of data, wire, update and overhead, as far as they reach their limits, else compute."""
+        """The largest of data, communication, update and overhead that reaches its limit, else compute."""
         others = (part for part in PARTS if part != "compute_ms")
         large = {part: share for part in others if (share := self.share(part)) >= LIMIT}
         if self.overhead_share >= OVERHEAD_LIMIT:

@@ -123,7 +123,8 @@ def _build_context(
     with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
         rates = build.lr_table(config, recipe, length.total_steps)
-        choose_memory_format(config, env, recipe, model, data, plan, telemetry.decision)
+    decide, in_user_code = telemetry.decision, heartbeat.in_user_code
+    choose_memory_format(config, env, recipe, model, data, plan, decide, in_user_code)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)

@@ -1,7 +1,7 @@
 """The time of this rank's steps by part, and which rank the others wait for.
 
 Owns the sums over steps, and the exchange of those of a process at the end of a run: a rank that waits for a
-slower one shows that as time on the wire, so only the slowest rank shows what bounds the run.
+slower one shows that as time of communication, so only the slowest rank shows what bounds the run.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import tempfile
 import time
 from itertools import chain
 from multiprocessing import resource_sharer
@@ -248,6 +249,15 @@ def test_a_loader_process_that_is_killed_is_named_with_its_sample(seen_by, monke
     words = "a loader process ended while it read sample 7 of the training set"
     with pytest.raises(LoaderKilledError, match=words):
         epoch(batches(Noisy(50, {7: die}), workers=2))
+
+
+def test_a_long_tmpdir_is_no_obstacle(tmp_path, monkeypatch):
+    """Batches come through sockets, whose paths may have 107 bytes."""
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    epoch(batches(Noisy(50), workers=2, timeout_s=5.0))
+    assert list(long.iterdir()) == []
 
 
 def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_at_once(capfd):

@@ -78,5 +78,5 @@ def test_a_slow_link_is_named(tmp_path: Path, slow_link: Network) -> None:
     """1 M parameters at 100 Mbit/s: 2 MB each way take 168 ms, the rest a tenth of that."""
     words = [*FIXED, "recipe.uses=wide", "data.batch_size=8", "train.max_steps=8"]
     shares = split_of(run_on_hosts(slow_link, tmp_path / "run", *words))
-    assert shares.verdict.startswith("wire-bound: "), shares
+    assert shares.verdict.startswith("communication-bound: "), shares
     assert 120 < shares.parts_ms["communication_ms"] < 300

@@ -66,7 +66,7 @@ def decisions(
     yield "schedule", _schedule(config, recipe, build.lr_table(config, recipe, steps))
     if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
-        yield "wire", text
+        yield "communication", text
     if env.device.type == "cpu" and (threads := user_omp_threads()):
         yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
     if config.train.activation_checkpointing:

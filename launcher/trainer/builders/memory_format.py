@@ -8,6 +8,7 @@ format is the default.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import described
 from launcher.evaluation.evaluate import unchanged
 from launcher.os import frames
+from launcher.os.oom import oom_text
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.trainer.device import free_memory
 
@@ -37,8 +39,11 @@ def choose_memory_format(
     data: DataSets,
     plan: BatchPlan,
     decide: Callable[[str, str], None],
+    in_user_code: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Bring the model on its device into the format that the config asks for. A collective.
+
+    The context `in_user_code` is that of the heartbeat: the exchange between the ranks is outside it.
 
     Under `auto` a model that raises in channels_last trains contiguous; what else is wrong with it, its first
     step says.
@@ -50,8 +55,9 @@ def choose_memory_format(
         return decide(TOPIC, f"contiguous: channels_last is not faster on the device {env.device.type}")
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if channels_last == "auto":
-        failures = all_gather_str(env, _failure(env, recipe, model, data, plan))
-        if failure := next(filter(None, failures), ""):
+        with in_user_code():
+            failure = _failure(env, recipe, model, data, plan)
+        if failure := next(filter(None, all_gather_str(env, failure)), ""):
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
             return decide(
                 TOPIC, f"contiguous: in channels_last, which is faster, the recipe raises {failure}"
@@ -60,7 +66,10 @@ def choose_memory_format(
 
 
 def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: DataSets, plan: BatchPlan) -> str:
-    """What a training pass in fp32 raises, on the same few samples on all ranks; empty for nothing."""
+    """What a training pass in fp32 raises, on the same few samples on all ranks; empty for nothing.
+
+    Empty also where memory runs out, which is not the format's fault.
+    """
     size = min(plan.largest_micro_batch, MOST_SAMPLES)
     last_rank = replace(plan, micro_batch=size, rank=plan.world_size - 1)  # whose share is the largest
     failure = ""
@@ -70,7 +79,7 @@ def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: DataSets, p
             for batch in training_batches(data.train, last_rank, recipe.train_transform, 0).trial(0, 1)[:1]:
                 loss_of(recipe.loss, model, batch).sum.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
-            failure = described(error.__cause__ or error).removesuffix(".")
+            failure = "" if oom_text(error) else described(error.__cause__ or error).removesuffix(".")
             frames.release(error)
         finally:
             model.zero_grad(set_to_none=True)

@@ -177,7 +177,7 @@ def shares_of(*records) -> TimeShares | None:
     ("parts", "verdict"),
     [
         ((71, 20, 5, 4), "input-bound: 71 % of the step waits for data"),
-        ((10, 40, 45, 5), "wire-bound: 45 % of the step waits for the exchange of gradients"),
+        ((10, 40, 45, 5), "communication-bound: 45 % of the step waits for the exchange of gradients"),
         ((31, 38, 31, 0), "input-bound: 31 %"),
         ((5, 50, 5, 40), "update-bound: 40 % of the step updates the weights"),
         ((10, 70, 10, 10), "compute-bound: 70 % of the step is forward and backward"),
