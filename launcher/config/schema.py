@@ -160,7 +160,7 @@ class PrecisionConfig:
     fp32_fallback: bool
     max_fp32_fallbacks: Count
     skip_outliers: Positive | None
-    outlier_window: Count
+    outlier_window: Annotated[int, value_rules.whole(8)]
     loss_scale: LossScaleConfig
 
 

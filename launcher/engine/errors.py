@@ -40,6 +40,11 @@ def check_loss(loss_sum: Tensor, count: float | Tensor) -> None:
 def check_count(count: float | Tensor) -> None:
     """Raise UnusableError unless `count` is a number of samples or tokens. Reads only CPU tensors."""
     if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise UnusableError(
+                f"backward() was given a count of shape {tuple(count.shape)}; it must be one number of "
+                "samples or tokens. Give count.sum()."
+            )
         if count.device.type != "cpu":
             return  # reading it would wait for the device
         count = count.item()

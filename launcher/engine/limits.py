@@ -91,6 +91,10 @@ at_least_one = ArgumentRule(
     f"an int from 1 to 2**{LARGEST_COUNT.bit_length() - 1}",
     lambda value: is_whole(value) and 1 <= value <= LARGEST_COUNT,
 )
+window = ArgumentRule(  # of fewer steps a standard deviation says little
+    f"an int from 8 to 2**{LARGEST_COUNT.bit_length() - 1}",
+    lambda value: is_whole(value) and 8 <= value <= LARGEST_COUNT,
+)
 two_shares = ArgumentRule(
     "two numbers from 0 to below 1",
     lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(share.holds, value)),

@@ -89,7 +89,7 @@ class Stepper:
     ) -> None:
         self.group = group_of(group)
         check_optimizer(optimizer)
-        check_model(model)
+        check_model(model, self.group)
         policy = policy or Policy.fp16()
         options = StepperOptions(
             policy=policy,

@@ -242,6 +242,13 @@ def test_an_unreadable_first_count_is_refused_and_the_step_can_be_dropped() -> N
     assert reference.agree() == 1.0
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # the latter cannot be read, as a GPU should not be
+def test_a_count_of_several_elements_is_refused(device: str) -> None:
+    stepper = stepper_of(Planted(), 1)
+    with pytest.raises(UnusableError, match=r"a count of shape \(4,\)"):
+        stepper.backward(stepper.model(1.0, 1.0), torch.ones(4, device=device))
+
+
 def test_a_step_that_failed_after_the_exchange_is_neither_repeated_nor_abandoned(monkeypatch) -> None:
     """The other ranks may have applied it."""
     stepper = stepper_of(Planted(), 1)

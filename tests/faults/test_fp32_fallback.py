@@ -100,6 +100,13 @@ def test_a_backward_overflow_at_the_smallest_scale_falls_back_and_the_scale_star
     assert scales == [4, 2, 1, 4, 4, 4, 4, 4]
 
 
+def test_with_a_static_scale_a_backward_overflow_changes_no_module(tmp_path: Path) -> None:
+    static = ("precision.loss_scale.mode=static", "precision.loss_scale.max_skips_at_min_scale=2")
+    ended = trained(tmp_path / "run", "shrunk", "precision.fp32_fallback=true", *static)
+    assert ended.codes == [5], ended
+    assert fallbacks(ended) == []
+
+
 @pytest.mark.slow
 def test_after_max_fp32_fallbacks_the_run_ends_with_the_module_named(tmp_path: Path) -> None:
     ended = trained(

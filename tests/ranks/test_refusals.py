@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
@@ -141,3 +142,15 @@ def trained_apart(env: WorkerEnv) -> tuple[str, list[float]]:
 def test_micro_batches_and_emulation_may_differ_between_ranks() -> None:
     first, second = run_ranks(2, trained_apart)
     assert first == second
+
+
+def built_with_max_norm(env: WorkerEnv) -> str:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.5), nn.Linear(2, 2))
+    with pytest.raises(UnusableError) as raised:
+        Stepper(model, SGD(0.1), Policy.fp32(), env.group)
+    return str(raised.value)
+
+
+def test_embeddings_with_a_max_norm_are_refused_on_several_ranks() -> None:
+    for text in run_ranks(2, built_with_max_norm):
+        assert "0 of Sequential has max_norm" in text

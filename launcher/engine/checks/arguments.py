@@ -44,7 +44,7 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise UnusableError for a model that flat memory cannot hold, or whose training would go wrong."""
     kind = type(model).__name__
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
@@ -58,4 +58,11 @@ def check_model(model: nn.Module) -> None:
         raise UnusableError(
             f"{listed(lazy, SHOWN)} of {kind} have no shape before the first forward pass. Run one forward "
             "pass, then build the Stepper."
+        )
+    kinds, modules = nn.Embedding | nn.EmbeddingBag, model.named_modules()
+    embeddings = [(name or kind, each) for name, each in modules if isinstance(each, kinds)]
+    if normed := [name for name, each in embeddings if each.max_norm is not None and group is not None]:
+        raise UnusableError(
+            f"{listed(normed, SHOWN)} of {kind} has max_norm, which rescales rows on one rank and not on the "
+            "others, whose weights would differ then. Build it without max_norm, or train on one rank."
         )

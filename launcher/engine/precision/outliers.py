@@ -17,17 +17,22 @@ from torch import Tensor
 import launcher.engine.limits as limits
 
 # A level that has risen for good would be skipped for ever: after so many in a row the next step is applied.
+# The new level is no outlier once 1 / (1 + deviations^2) of the window has it: by default after 4 applied
+# steps, 44 steps in all.
 MOST_IN_A_ROW = 10
+LEAST_RISE = 1e-3  # of the mean: what a nearly constant loss rises by at least in an outlier
+LEAST_SPREAD = 1e-9  # of the mean: rounding it leaves about 1e-16 where all values are equal
 
 
 @dataclass(frozen=True)
 class SkipOutliers:
     """Skip a step whose loss or gradient norm is more than `deviations` standard deviations above the mean of
-    the last `window` applied steps. The first `window / 2` steps are always applied.
+    the last `window` applied steps, and at least 0.1 % above it. The first `window / 2` steps are always
+    applied, and those after values that were all equal.
     """
 
     deviations: Annotated[float, limits.positive] = 6.0
-    window: Annotated[int, limits.at_least_one] = 128
+    window: Annotated[int, limits.window] = 128
 
     def __post_init__(self) -> None:
         limits.require_fields(self, "SkipOutliers")
@@ -48,13 +53,20 @@ class OutlierStatistics:
         count = known[0].sum()
         mean = _sum(self._recent.nan_to_num()) / count
         squares = torch.where(known, (self._recent - mean[:, None]).square(), 0.0)
-        limit = mean + self._options.deviations * (_sum(squares) / count).sqrt()
-        beyond = (self._values(loss, grad_norm) > limit).any()  # False for nan
+        deviation = (_sum(squares) / count).sqrt()
+        rise = torch.maximum(self._options.deviations * deviation, LEAST_RISE * mean.abs())
+        # Both are False for nan. Values without any spread say nothing of what is usual.
+        beyond = (
+            (self._values(loss, grad_norm) > mean + rise) & (deviation > LEAST_SPREAD * mean.abs())
+        ).any()
         found = beyond & (2 * count >= self._options.window) & (self._in_a_row < MOST_IN_A_ROW)
         return bool(found) if self._on_host else found
 
     def record(self, loss: Any, grad_norm: Any, skip: Any, outlier: Any) -> None:
-        """Note a step after the verdict on it."""
+        """Note a step after the verdict on it.
+
+        An overflow or an abandoned step leaves the count of outliers in a row as it is.
+        """
         shifted = torch.cat([self._recent[:, 1:], self._values(loss, grad_norm)[:, None]], dim=1)
         skip, outlier = (torch.as_tensor(each, device=self._recent.device) for each in (skip, outlier))
         self._recent = torch.where(skip, self._recent, shifted)

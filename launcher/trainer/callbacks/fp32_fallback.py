@@ -52,7 +52,9 @@ class Fp32Fallback(Callback):
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Have further modules compute in fp32. A collective where losses or gradients were not finite."""
         report = metrics.report
-        backward = bool(report.culprit_parameters and report.skips_at_min_scale and not report.bad_losses)
+        # With a static scale each overflow counts as one at the smallest: it may be the scale's fault.
+        at_min = report.skips_at_min_scale and self._context.config.precision.loss_scale.mode != "static"
+        backward = bool(report.culprit_parameters and at_min and not report.bad_losses)
         if not (report.bad_losses or backward) or self._searcher.broken_weights():
             return
         found, stepper = self._searcher.overflow(position, backward), self._context.stepper
