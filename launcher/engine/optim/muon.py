@@ -12,31 +12,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.engine.names import named_parameters, plain_name
+from launcher.engine.names import named_modules, named_parameters, plain_name
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+PRODUCTS = (nn.Linear, nn.MultiheadAttention)
+# Of those: a subclass may have tables beside them.
+MATRICES = {"weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """The names of the parameters that Muon trains: those of two dimensions within the network.
+    """The names of the parameters that Muon trains: matrices of nn.Linear and nn.MultiheadAttention.
 
-    Left out are embeddings, and the head: the matrix that was registered last, unless it is that of an
-    embedding, or in an nn.ModuleList, whose entries are hidden layers. Kernels of convolutions have more
-    dimensions, which torch.optim.Muon does not take.
+    Left out is the head: the one that was registered last, unless it is that of an embedding, or in an
+    nn.ModuleList, whose entries are hidden layers. A table that a model keeps as an nn.Parameter, such as one
+    of positions, is no product's matrix. Kernels of convolutions have more dimensions than torch.optim.Muon
+    takes.
     """
-    lists = [f"{plain_name(name)}." for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    of_embeddings = {
-        p for module in model.modules() if isinstance(module, EMBEDDINGS) for p in module.parameters()
-    }
-    every_name = model.named_parameters(remove_duplicate=False)  # a tied head comes last, too
-    matrices = [(plain_name(name), p) for name, p in every_name if p.ndim == 2]
+    lists = tuple(f"{name}." for name, module in named_modules(model) if isinstance(module, nn.ModuleList))
+    matrices: list[tuple[str, nn.Parameter]] = []  # with the name of its module
+    of_embeddings: set[nn.Parameter] = set()
+    for name, module in model.named_modules(remove_duplicate=False):  # a tied head comes last, too
+        if isinstance(module, EMBEDDINGS + PRODUCTS):
+            own = [p for part, p in module.named_parameters(recurse=False) if part in MATRICES]
+            matrices += [(f"{plain_name(name)}.", p) for p in own]
+            of_embeddings.update(own if isinstance(module, EMBEDDINGS) else ())
     last_name, last = matrices[-1] if matrices else ("", None)
-    head = None if last_name.startswith(tuple(lists)) else last
-    return {
-        name
-        for name, p in named_parameters(model).items()
-        if p.ndim == 2 and p is not head and p not in of_embeddings
-    }
+    head = None if last_name.startswith(lists) else last
+    hidden = {p for _, p in matrices if p is not head} - of_embeddings
+    return {name for name, p in named_parameters(model).items() if p in hidden}
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

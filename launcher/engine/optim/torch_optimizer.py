@@ -89,8 +89,8 @@ def check_adaptable(
         )
     if optimizer.kind is MuonWithAdamW and not hidden_matrices(model).intersection(trainable):
         raise UnusableError(
-            f"{type(model).__name__} has no matrix that Muon trains: those of hidden layers, without "
-            "embeddings, the head and kernels of convolutions. Use AdamW."
+            f"{type(model).__name__} has no matrix that Muon trains: those of nn.Linear and "
+            "nn.MultiheadAttention, but for the head. Use AdamW."
         )
     decayed = any(rates.weight_decay is not None for rates in grouping.rates)
     if decayed and "weight_decay" not in inspect.signature(optimizer.kind).parameters:

@@ -41,7 +41,7 @@ class RoundedArithmetic:
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str = "cpu") -> None:
-        self._dtype = dtype
+        self._dtype, self.device_type = dtype, device_type
         self._mode = Rounding(dtype, device_type)
         self._outer: list[tuple[bool, torch.dtype, Any]] = []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -61,6 +62,14 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
     _entered.contexts.append(context)
     # Tensors in other containers, such as a library's own outputs, are widened where they are used.
     return map_tensors(widen, args), map_tensors(widen, kwargs)
+
+
+def present_arithmetic() -> AbstractContextManager[object]:
+    """A context to repeat later what is called now: fp32 within a module that computes so, else as it is."""
+    if contexts := getattr(_entered, "contexts", []):
+        # The outermost has seen the device whose autocast was on; within it none is.
+        return RoundedArithmetic(torch.float32, contexts[0].device_type)
+    return nullcontext()
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from launcher.engine.precision.fp32_modules import present_arithmetic
 from launcher.errors import ConfigError
 from launcher.trainer.builders import compilation
 
@@ -34,13 +35,13 @@ def checkpoint_activations(model: nn.Module) -> None:
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of the model; of a model without any, its children that have children.
 
-    Raises ConfigError if there are neither: a layer alone keeps little but its input, which stays.
+    Where that is a single one, such as the backbone of a model, its own are taken: recomputed as a whole, it
+    would need the memory of all its activations again. Raises ConfigError if there are neither: a layer alone
+    keeps little but its input, which stays.
     """
-    blocks = compilation.find_repeated_blocks(model)
-    lists = (nn.ModuleList, nn.ModuleDict)
-    blocks = blocks or [
-        each for each in model.children() if list(each.children()) and not isinstance(each, lists)
-    ]
+    blocks = compilation.find_repeated_blocks(model) or _parents_in(model)
+    while len(blocks) == 1 and (inner := _parents_in(blocks[0])):
+        blocks = inner
     if not blocks:
         raise ConfigError(
             f"train.activation_checkpointing=true: the model {type(model).__name__} has neither repeated "
@@ -48,6 +49,12 @@ def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
             "Use train.activation_checkpointing=false, or a smaller data.micro_batch_size."
         )
     return blocks
+
+
+def _parents_in(module: nn.Module) -> list[nn.Module]:
+    """The children that have children, but for lists, which are not called."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return [each for each in module.children() if list(each.children()) and not isinstance(each, lists)]
 
 
 def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -58,16 +65,20 @@ def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Those of the forward pass and of its repetition."""
-    return nullcontext(), _buffers_kept(block)
+    """Those of the forward pass, which calls this at its start, and of its repetition.
+
+    A module around the block may compute in fp32, and is not called again in the repetition.
+    """
+    return nullcontext(), _repetition(block, present_arithmetic())
 
 
 @contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
+def _repetition(block: nn.Module, arithmetic: AbstractContextManager[object]) -> Iterator[None]:
     """Restore the block's buffers on exit: BatchNorm has counted these samples already."""
     before = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
-        yield
+        with arithmetic:
+            yield
     finally:
         for buffer, value in before:
             buffer.data.copy_(value)  # .data: the graph of the pass refers to them, and only the values stay

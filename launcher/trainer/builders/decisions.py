@@ -113,12 +113,14 @@ def _optimizer(optim: OptimConfig) -> str:
 
 
 def _of_muon(model: nn.Module) -> str:
-    """Which matrices AdamW trains: a head that was not registered last is taken for a hidden layer."""
+    """Which matrices Muon and AdamW train: a head that was not registered last counts as a hidden layer."""
     matrices = [name for name, p in named_parameters(model).items() if p.ndim == 2 and p.requires_grad]
-    others = [name for name in matrices if name not in hidden_matrices(model)]
+    hidden = hidden_matrices(model)
+    of_muon = [name for name in matrices if name in hidden]
+    others = [name for name in matrices if name not in hidden]
     return (
-        f"of {len(matrices):,} matrices Muon trains {len(matrices) - len(others):,}; AdamW trains "
-        f"{listed(others, SHOWN) or 'none of them'}, and what is no matrix"
+        f"of {len(matrices):,} matrices Muon trains {len(of_muon):,} ({listed(of_muon, SHOWN)}) and AdamW "
+        f"{len(others):,} ({listed(others, SHOWN) or 'none'}); AdamW trains all that is no matrix"
     )
 
 

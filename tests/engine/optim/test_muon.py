@@ -92,6 +92,21 @@ def test_embeddings_heads_norms_and_biases_are_left_to_adamw() -> None:
     assert hidden_matrices(tied) == blocks
 
 
+class WithTables(nn.Module):
+    """As a vision transformer keeps its positions, and a Swin block its biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(9, 8))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.attention.relative_position_bias_table = nn.Parameter(torch.zeros(9, 2))
+        self.recurrent, self.head = nn.GRU(8, 8), nn.Linear(8, 3)
+
+
+def test_tables_and_recurrent_weights_are_left_to_adamw() -> None:
+    assert hidden_matrices(WithTables()) == {"attention.in_proj_weight", "attention.out_proj.weight"}
+
+
 def test_a_model_without_hidden_matrices_is_refused() -> None:
     with pytest.raises(UnusableError, match=r"Sequential has no matrix that Muon trains: .* Use AdamW"):
         Stepper(conv_net(), TorchOptimizer(MuonWithAdamW, LR))

@@ -40,11 +40,14 @@ def resnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 
 def trained(
-    build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]], recomputes: bool, fp32: bool
+    build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]],
+    recomputes: bool,
+    fp32: str = "",
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """The losses and the state after three steps, and how many blocks' calls a step made."""
     torch.manual_seed(0)
-    model, loss_sum = build()
+    whole, loss_sum = build()
+    model = nn.Sequential(whole)  # so that a module around the blocks may compute in fp32
     blocks, calls = checkpointed_blocks(model), [0]
     inner = next(blocks[0].children())
     inner.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
@@ -53,7 +56,8 @@ def trained(
     stepper = Stepper(model, SGD(lr=0.1, momentum=0.9), Policy.fp16(), reference_count=32)
     if fp32:
         names = {module: name for name, module in model.named_modules()}
-        stepper.compute_in_fp32([names[blocks[0]]])
+        around = {"parent": "0", "block": names[blocks[0]], "child": names[inner]}
+        stepper.compute_in_fp32([around[fp32]])
     losses = []
     for step in range(3):
         torch.manual_seed(step)
@@ -64,7 +68,7 @@ def trained(
     return losses, flat_tensors(stepper.state()), calls[0]
 
 
-@pytest.mark.parametrize("fp32", [False, True], ids=["fp16", "a block in fp32"])
+@pytest.mark.parametrize("fp32", ["", "parent", "block", "child"])
 @pytest.mark.parametrize("build", [gpt, resnet])
 def test_losses_weights_and_statistics_have_the_bits_of_plain_blocks(build, fp32) -> None:
     plain, expected, once = trained(build, recomputes=False, fp32=fp32)
@@ -90,5 +94,7 @@ def test_without_gradients_nothing_is_recomputed_and_names_stay() -> None:
 def test_a_model_without_repeated_blocks_has_its_children_or_is_refused() -> None:
     model = nn.Sequential(mlp(), nn.ReLU(), nn.Linear(3, 3))
     assert checkpointed_blocks(model) == [model[0]]
+    backbone = nn.Sequential(mlp(), nn.MultiheadAttention(4, 2))
+    assert checkpointed_blocks(nn.Sequential(backbone, nn.Linear(3, 3))) == [*backbone]
     with pytest.raises(ConfigError, match="the model Sequential has neither repeated blocks nor children"):
         checkpointed_blocks(mlp())
