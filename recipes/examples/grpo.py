@@ -5,7 +5,8 @@
 
 The task: after a digit, write that digit eight times. Completions end at END, so their lengths differ. Each
 round samples groups of completions with the half weights that train, scores them, and makes two updates with
-the clipped loss of Shao et al., 2024 (arXiv:2402.03300), averaged over the tokens of all ranks.
+the clipped loss of Shao et al., 2024 (arXiv:2402.03300), averaged over the tokens of all ranks. The old
+log-probabilities come from the sampler. Advantages divide by the unbiased standard deviation of their group.
 """
 
 from __future__ import annotations
@@ -104,10 +105,12 @@ def sample(stepper: Stepper, generator: torch.Generator) -> Rollout:
 
 def policy_loss(log_probs: Tensor, reference: Tensor, rollout: Rollout) -> Tensor:
     """The sum over the tokens of this rank's completions. Both log-probabilities: [n, LONGEST]."""
-    ratio = (log_probs - rollout.log_probs).exp()
+    after_end = ~rollout.is_completion  # masked before exp(): 0 times an inf of theirs would be nan
+    ratio = (log_probs - rollout.log_probs).masked_fill(after_end, 0.0).exp()
+    to_reference = (reference - log_probs).masked_fill(after_end, 0.0)
     advantages = rollout.advantages[:, None]
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    kl = (reference - log_probs).exp() - (reference - log_probs) - 1  # never negative; Schulman, 2020
+    kl = to_reference.exp() - to_reference - 1  # never negative; Schulman, 2020
     return (rollout.is_completion * (KL_WEIGHT * kl - gain)).sum()
 
 

@@ -58,6 +58,15 @@ def test_20_updates_on_two_ranks_with_an_overflow_that_none_applies() -> None:
     assert len(counts) > 1  # completions are of unequal lengths, and each token counts once
 
 
+def test_an_overflow_after_the_end_of_a_completion_is_masked() -> None:
+    loop, log_probs = grpo(), torch.tensor([[-1.0, 0.0]], requires_grad=True)
+    old, is_completion = torch.tensor([[-1.0, -500.0]]), torch.tensor([[True, False]])
+    rollout = loop.Rollout(torch.zeros(1, 3), is_completion, old, -torch.ones(1), 0.0)
+    loop.policy_loss(log_probs, old, rollout).backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[1.0, 0.0]]
+
+
 @pytest.mark.slow
 def test_the_reward_rises() -> None:
     rewards, reports, _ = run_ranks(2, trained, 60, False)[0]

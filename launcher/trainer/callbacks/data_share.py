@@ -37,6 +37,7 @@ class DataShare(Callback):
     def __init__(self, context: TrainContext) -> None:
         self._context = context
         plan = context.plan
+        self._said_equal = False  # that this batch stays divided equally
         # In a single sample BatchNorm finds no variance.
         self._least = 2 if plan.batch_size >= 2 * plan.world_size else 1
         self._most = [plan.batch_size] * plan.world_size  # lower for a rank that has lacked memory for more
@@ -50,13 +51,20 @@ class DataShare(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         shares = self._next[0] if self._next else self._context.plan.shares
-        return {"shares": shares, "most": self._most}
+        return {"shares": shares, "most": self._most, "most_per_pass": self._context.plan.most_per_pass}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        """Begin with the shares of the checkpoint; of other ranks, or another batch, with equal ones."""
+        """Begin with the shares of the checkpoint; of other ranks, or another batch, with equal ones.
+
+        Which ranks have lacked memory is known only for the same ranks and micro-batch.
+        """
         shares, plan = tuple(values["shares"]), self._context.plan
-        if len(shares) == plan.world_size and sum(shares) == plan.batch_size:
-            self._next, self._most = (shares, "as in the run so far"), values["most"]
+        limit = plan.most_per_pass
+        in_pairs = limit != 2 or not any(share % 2 for share in shares)  # see _shares
+        if len(shares) == plan.world_size and sum(shares) == plan.batch_size and in_pairs:
+            self._next = (shares, "as in the run so far")
+        if len(values["most"]) == plan.world_size and values.get("most_per_pass") == limit:
+            self._most = [limit if most == limit else plan.batch_size for most in values["most"]]
 
     def on_step_start(self, position: Position) -> None:
         """Divide the coming batches anew, if that was decided, unless a rank lacks memory for it."""
@@ -112,11 +120,12 @@ class DataShare(Callback):
         times = [ms_per_sample for ms_per_sample, _ in ranks]
         step_ms = ranks[0][1]  # nearly that of all, as steps end together; all must decide by the same
         self._begin_window(warm_up=0, steps=min(2 * self._steps, MOST_STEPS))
-        if min(times) <= 0 or plan.most_per_pass == 2:
-            return  # of an odd share a pass of 2 would leave a single sample, see _least
+        if min(times) <= 0:
+            return
         before = plan.shares or proportional_shares([1.0] * plan.world_size, plan.batch_size)
-        speeds = [1 / time for time in times]
-        shares = proportional_shares(speeds, plan.batch_size, self._least, self._most)
+        shares = self._shares([1 / time for time in times])
+        if shares is None:
+            return
         saved_ms = compute_time(before, times) - compute_time(shares, times)
         if saved_ms < LEAST_GAIN * step_ms:
             return
@@ -126,3 +135,21 @@ class DataShare(Callback):
             (f"by {by} ms per sample: a step of {step_ms:.3g} ms becomes {saved_ms:.3g} ms shorter"),
         )
         self._begin_window(WARM_UP, FIRST_STEPS)
+
+    def _shares(self, speeds: list[float]) -> tuple[int, ...] | None:
+        """Those of a batch for these speeds, or None where it stays divided equally."""
+        plan = self._context.plan
+        if plan.most_per_pass != 2:
+            return proportional_shares(speeds, plan.batch_size, self._least, self._most)
+        # Of an odd share a pass of 2 would leave a single sample, see _least: pairs are divided.
+        if plan.batch_size % 2 == 0 and self._least == 2:
+            most = [each // 2 for each in self._most]
+            return tuple(2 * share for share in proportional_shares(speeds, plan.batch_size // 2, 1, most))
+        if not self._said_equal:
+            text = (
+                "equal ones, whatever the speeds: passes of 2 need an even share for each of "
+                f"{plan.world_size} ranks, and the batch has {plan.batch_size} samples"
+            )
+            self._context.telemetry.decision("shares", text)
+        self._said_equal = True
+        return None
