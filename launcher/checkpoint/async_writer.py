@@ -13,6 +13,7 @@ stops all the others.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from launcher.errors import LauncherError
 SHARE = 0.025  # of the time of one processor
 # For all of the work, if its pauses can achieve that: until then a crash resumes from the checkpoint before.
 LONGEST_S = 5.0
+RETRY_S = 60.0  # after a checkpoint that could not be written: each try copies the whole state
 
 
 class WriteThrottle:
@@ -69,12 +71,13 @@ class SaveResult:
 
 
 class SaveSchedule:
-    """When a checkpoint is due: every so many steps, and so many seconds after the last one."""
+    """When a checkpoint is due: every so many steps, so many seconds after the last, and after a failure."""
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
         self._last_s = time.monotonic()  # a wall clock may go backwards
+        self._retry_s = math.inf  # when to try again
 
     def after_step(self, step: int) -> bool:
         """The same on all ranks."""
@@ -82,11 +85,16 @@ class SaveSchedule:
 
     def by_clock(self) -> bool:
         """Whether this rank's clock says to save. Only rank 0's value counts; send it to all ranks."""
-        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
+        now_s = time.monotonic()
+        return now_s >= self._retry_s or (self._every_s is not None and now_s - self._last_s >= self._every_s)
 
     def mark_started(self) -> None:
         """A checkpoint is being taken."""
-        self._last_s = time.monotonic()
+        self._last_s, self._retry_s = time.monotonic(), math.inf
+
+    def mark_failed(self) -> None:
+        """The latest checkpoint could not be written."""
+        self._retry_s = time.monotonic() + RETRY_S
 
 
 class AsyncCheckpointWriter:

@@ -66,13 +66,15 @@ def step_of(path: Path) -> int:
 def candidates(directory: Path) -> list[Path]:
     """Everything named like a checkpoint, newest step first; empty without the directory.
 
-    Raises StorageError where the directory cannot be read.
+    Raises ConfigError for symbolic links, StorageError where the directory cannot be read.
     """
     found: list[Path] = []
     what = f"the checkpoints in {directory} cannot be listed"
     rule = "It must be a directory that all ranks can read."
     with failing_as_storage_error(what, rule), contextlib.suppress(FileNotFoundError):
         found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+    for path in found:
+        _refuse_link(path)
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -80,7 +82,7 @@ def newest_intact(directory: Path, rename_damaged: bool = True) -> ResumeChoice:
     """The intact checkpoint of the highest step, and the damaged ones of higher steps.
 
     Damaged ones are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for
-    other formats, StorageError where the directory cannot be read.
+    symbolic links and other formats, StorageError where the directory cannot be read.
     """
     return _first_intact(candidates(directory), rename_damaged)
 
@@ -122,6 +124,14 @@ def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> ResumeChoice:
             with contextlib.suppress(OSError):  # reported in any case, and never loaded
                 quarantine(path, DAMAGED)
     return ResumeChoice(None, damaged)
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a symbolic link to {path.readlink()}. Links to checkpoints are not followed: "
+            "remove the link, or give its target with checkpoint.resume=PATH or run.dir=DIR."
+        )
 
 
 def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdentity) -> ResumeChoice:

@@ -66,6 +66,8 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
     with _writing(config):
         if config.run.dir:
             directory = Path(os.path.expanduser(config.run.dir)).absolute()
+            if directory.exists() and not directory.is_dir():
+                raise ConfigError(f"run.dir={directory} is a file. Give a new name, or a run's directory.")
             directory.mkdir(parents=True, exist_ok=True)
         else:
             directory = new_directory(DEFAULT_ROOT.absolute() / config.recipe.name)

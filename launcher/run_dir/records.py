@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -153,7 +154,7 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
     `level` is the least severe that is written: debug, info, warning or error.
     """
     (run_dir / LOGS).mkdir(exist_ok=True)
-    handler = logging.FileHandler(log_path(run_dir, rank), encoding="utf-8", errors="backslashreplace")
+    handler = _LogFile(log_path(run_dir, rank), encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("launcher")
     before = logger.level
@@ -166,6 +167,22 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
         logger.removeHandler(handler)
         with contextlib.suppress(OSError):  # a full disk must not hide the error that ends the run
             handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Warns once of records that cannot be written: a traceback for each would hide the run's own lines."""
+
+    _is_complete = True
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self._is_complete:
+            self._is_complete = False
+            text = f"warning: {self.baseFilename} is incomplete: {error.strerror}\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _version(package: str) -> str | None:

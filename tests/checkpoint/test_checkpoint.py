@@ -429,6 +429,19 @@ def test_when_one_is_due(monkeypatch) -> None:
     assert not never.after_step(1)
 
 
+@pytest.mark.parametrize("every_s", [600, None])
+def test_a_write_that_failed_is_tried_again_within_a_minute(monkeypatch, every_s) -> None:
+    now = 1000.0
+    monkeypatch.setattr("launcher.checkpoint.async_writer.time.monotonic", lambda: now)
+    due = SaveSchedule(None, every_s)
+    due.mark_failed()
+    assert not due.by_clock()
+    now += 60
+    assert due.by_clock()
+    due.mark_started()
+    assert not due.by_clock()
+
+
 # Refusals
 
 
@@ -564,14 +577,14 @@ def test_only_a_directory_is_a_checkpoint(tmp_path: Path) -> None:
     assert verify(file) == ["step-00000003 is not a directory"]
 
 
-def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_to_a_checkpoint_is_refused_and_left_alone(tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", tmp_path / "run" / "checkpoints"
     publish_steps(outside, 1)
     inside.mkdir(parents=True)
     (inside / "step-00000001").symlink_to(outside / "step-00000001")
-    found = resume(ALONE, inside, "auto", IDENTITY)
-    assert found.snapshot is None
-    assert found.damaged == {"step-00000001": "step-00000001 is a symbolic link"}
+    with pytest.raises(ConfigError, match=r"is a symbolic link to .* remove the link"):
+        resume(ALONE, inside, "auto", IDENTITY)
+    assert (inside / "step-00000001").is_symlink()
 
 
 @pytest.mark.parametrize(

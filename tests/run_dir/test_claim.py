@@ -294,6 +294,13 @@ def test_a_run_may_hold_files_of_its_recipe_and_be_reached_by_a_link(tmp_path):
     assert prepared(sample_config(str(tmp_path / "link")), []).run.dir == str(tmp_path / "link")
 
 
+def test_a_file_is_no_directory_of_a_run(tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ConfigError, match="mine is a file"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
 @pytest.mark.parametrize("place", ["/dev/null/run", "/proc/no-such-place/run"])
 def test_a_place_that_cannot_be_written_is_named_with_the_cause(place):
     with pytest.raises(StorageError) as refusal:

@@ -128,11 +128,13 @@ def test_neither_torch_nor_wandb_is_imported():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_log_that_cannot_be_written_hides_no_error(tmp_path):
+def test_a_log_that_cannot_be_written_hides_no_error(tmp_path, capfd):
     """A limit on the size of files stands for a full disk: write() fails in the middle of a record."""
     with pytest.raises(ValueError, match="the error in hand"):
         fail_without_room(tmp_path)
     assert "fits" in (tmp_path / "logs" / "rank1.log").read_text()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: ")  # the limit holds for this file too
 
 
 def fail_without_room(directory):

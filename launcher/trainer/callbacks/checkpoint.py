@@ -188,6 +188,8 @@ class CheckpointCallback(Callback):
             )
         if result.error is None:
             return
+        if result.path is None:
+            self.due.mark_failed()
         if result.path is not None or not self._failure:  # of several in a row the first is a warning
             self._context.telemetry.warn(str(result.error))
         self._failure = self._failure if result.path else str(result.error)
