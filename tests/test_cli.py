@@ -52,6 +52,7 @@ def ask(words: Sequence[str], directory: Path, code: str | None = None) -> subpr
             Arguments("train", ("a=1", "b=2", "c=3"), {"--cfg": "job", "--package": "optim"}),
         ),
         ("--info a=1", Arguments("train", ("a=1",), {"--info": "all"})),
+        ("-i config a=1", Arguments("train", ("a=1",), {"--info": "config"})),
         ("-cd x recipes", Arguments("recipes", (), {"--config-dir": "x"})),
         ("report a b", Arguments("report", ("a", "b"), {})),
         ("", Arguments("train", (), {})),
@@ -66,6 +67,7 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
     ("argv", "line"),
     [
         ("--mutlirun a=1", "--mutlirun: there is no such flag. Nearest: --multirun."),
+        ("--package optim a=1", "--package: chooses the part of the config that --cfg job shows."),
         ("--cfg", "argument -c/--cfg: expected one argument. See --help."),
         ("--experimental-rerun x.pickle", "--experimental-rerun: it would execute a pickle."),
         ("--best recipe=resnet18", "--best: belongs to the command export and predict only."),

@@ -97,7 +97,10 @@ def parse(argv: Sequence[str]) -> Arguments:
             raise ConfigError(f"{word}: {reason}")
     parser = FlagParser()
     # Hydra's `--info` may stand without its topic.
-    argv = ["--info=all" if word in ("-i", "--info") else word for word in argv]
+    argv = [
+        "--info=all" if word in ("-i", "--info") and after not in INFO_TOPICS else word
+        for word, after in zip(argv, [*argv[1:], ""], strict=False)
+    ]
     found, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = suggestion(nearest(unknown[0], [*parser._option_string_actions]))
@@ -110,6 +113,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     for name in flags.keys() & OWNERS.keys():
         if command not in OWNERS[name]:
             raise ConfigError(f"{name}: belongs to the command {' and '.join(OWNERS[name])} only.")
+    if "--package" in flags and "--cfg" not in flags:
+        raise ConfigError("--package: chooses the part of the config that --cfg job shows. Add --cfg job.")
     return Arguments(command, words[has_command:], flags)
 
 

@@ -95,8 +95,8 @@ def _offered_in(source: bytes, kind: str) -> dict[str, RecipeFunction | None]:
                 if kind == KEY and isinstance(node, ast.FunctionDef):
                     found[name] = _function(node, name)
         elif isinstance(node, ast.Call) and _called(node.func) == kind:
-            for arg in node.args:
-                found.setdefault(str(ast.literal_eval(arg)), None)
+            for given in _names_given(node):
+                found.setdefault(str(ast.literal_eval(given)), None)
     return found
 
 
@@ -169,9 +169,15 @@ def _parsed(source: bytes) -> ast.Module:
 def _registered_names(node: ast.FunctionDef | ast.ClassDef, kind: str) -> Iterator[str]:
     """The names under which @kind offers the function: one that is given, or that of the function."""
     for decorator in node.decorator_list:
-        what, args = (decorator.func, decorator.args) if isinstance(decorator, ast.Call) else (decorator, [])
-        if _called(what) == kind:
-            yield str(args[0].value) if args and isinstance(args[0], ast.Constant) else node.name
+        called = decorator if isinstance(decorator, ast.Call) else None
+        given = _names_given(called) if called else []
+        if _called(called.func if called else decorator) == kind:
+            yield str(given[0].value) if given and isinstance(given[0], ast.Constant) else node.name
+
+
+def _names_given(call: ast.Call) -> list[ast.expr]:
+    """The name in @recipe("x") or @recipe(name="x"), if there is one."""
+    return [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "name")]
 
 
 def _called(function: ast.expr) -> str:

@@ -39,6 +39,8 @@ from launcher import recipe
 def f(config): ...
 @recipe.recipe
 def b(config): ...
+@recipe.recipe(name="c")
+def g(config): ...
 """
 
 
@@ -100,8 +102,8 @@ def test_an_option_is_checked_like_any_key(override: str, problem: str, here: Pa
         ("def broken(:\n", "mine.py", "mine.py, line 1: SyntaxError"),
         ("import x\n\ndef f(config): ...\n", "mine.py", "Write @recipe above line 3, def f(...)"),
         ("x = 1\n", "mine.py", "Write @recipe above a function of (config: Config)"),
-        (TWO, "mine.py", "the file has the recipes a, b. Choose one: recipe=mine.py:a"),
-        (TWO, "mine.py:c", "the file has no @recipe of this name"),
+        (TWO, "mine.py", "the file has the recipes a, b, c. Choose one: recipe=mine.py:a"),
+        (TWO, "mine.py:d", "the file has no @recipe of this name"),
         ("@recipe\ndef f(config, name='x'): ...\n", "mine.py", "an option cannot be called name"),
     ],
 )
@@ -115,7 +117,7 @@ def test_a_file_that_cannot_be_used_is_one_clear_error(text, choice, problem, he
 
 def test_the_name_of_a_function_or_of_the_decorator_chooses_one_of_several(here: Path) -> None:
     (here / "mine.py").write_text(TWO)
-    assert [composed(f"recipe=mine.py:{name}")[0].recipe.uses for name in ("a", "b")] == ["a", "b"]
+    assert [composed(f"recipe=mine.py:{name}")[0].recipe.uses for name in "abc"] == ["a", "b", "c"]
 
 
 def test_a_sweep_varies_its_options_and_files(here: Path) -> None:
