@@ -16,10 +16,11 @@ from launcher.config.schema import Config
 from launcher.data.loader import loader_processes
 from launcher.distributed import preflight, process_group
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import StoreExitRecords
+from launcher.distributed.exit_records import StoreExitRecords, exit_record
 from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
+from launcher.errors import ON_REQUEST
 from launcher.os import torch_build
 from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed
 from launcher.run_dir.records import rank_log
@@ -27,7 +28,7 @@ from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.trainer import device
 from launcher.trainer.build_trainer import build_trainer
-from launcher.trainer.errors.rank_failure import explain_and_report
+from launcher.trainer.errors.rank_failure import explain_and_report, note_failure
 from launcher.trainer.warning_log import warnings_logged
 
 if TYPE_CHECKING:
@@ -88,12 +89,20 @@ def _join_and_train(
     steps_ahead = int(torch.cuda.is_available())
     with (
         # Left in reverse: the loader processes end, then the group is closed.
-        HangTimer(config, launch, store, job, heartbeat, steps_ahead),
+        HangTimer(config, launch, store, job, heartbeat, steps_ahead) as timer,
         process_group.join(launch, store, job, config.launch.init_timeout_s) as env,
         loader_processes(),
     ):
-        device.set_backend_flags(config, env.device)
-        warn_of_machine(config, env)
-        peers = preflight.exchange_rank_info(config, env, store, job)
-        gpus = measure_gpus(config, env, peers, telemetry)
-        build_trainer(config, launch, env, peers, gpus, telemetry, heartbeat, stop_signal).run()
+        try:
+            device.set_backend_flags(config, env.device)
+            warn_of_machine(config, env)
+            peers = preflight.exchange_rank_info(config, env, store, job)
+            gpus = measure_gpus(config, env, peers, telemetry)
+            build_trainer(config, launch, env, peers, gpus, telemetry, heartbeat, stop_signal).run()
+        except BaseException as error:
+            # Before the contexts are left: aborting NCCL or ending loader processes may hang.
+            note_failure(error, launch.rank, heartbeat)
+            record = exit_record(launch.rank, error, heartbeat.latest.phase, heartbeat.failed_s)
+            if record.exit_code not in ON_REQUEST:
+                timer.limit_clean_up(record)
+            raise

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import ExitRecord, StoreExitRecords
+from launcher.distributed.exit_records import ExitRecord, StoreExitRecords, with_rank
 from launcher.distributed.heartbeat import (
     IN_A_STEP,
     WAITING,
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 POLL_EVERY_S = 0.5  # of the heartbeat, in memory
 SIGN_EVERY_S = 5.0  # between signs of life, each a message to the store; limits are longer
 SIGNS_PER_LIMIT = 8  # where launch.hang_timeout_s is short
+PAUSE_S = 3.0  # after a longer pause this process itself was stopped
+CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
 LINE_AFTER_S = 60.0  # of the user's code: a line says that the ranks wait for it
 SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
 WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
@@ -88,6 +90,7 @@ class HangTimer:
         self._waits = False  # whether this rank is where it may wait for another one
         self._in_wait = False  # whether it is there within the user's code
         self._waited_s = 0.0  # when it last did so in the user's code
+        self._failed: tuple[float, ExitRecord] | None = None
         self._stopped: tuple[float, signal.Signals] | None = None
         self._over = threading.Event()
         self._pipe = (-1, -1)
@@ -118,12 +121,18 @@ class HangTimer:
             for descriptor in self._pipe:
                 os.close(descriptor)
 
+    def limit_clean_up(self, record: ExitRecord) -> None:
+        """End this rank with the error of `record` unless the context is left soon: NCCL may hang."""
+        self._failed = time.monotonic(), record
+
     def _watch(self) -> None:
+        polled_s = time.monotonic()
         while not self._over.is_set():
             self._wait_for_signals()
             now, beat = time.monotonic(), self._latest_beat()
-            if beat.user_code:
+            if now - polled_s > POLL_EVERY_S + PAUSE_S or beat.user_code:
                 self._since_s = now
+            polled_s = now
             if not self._over.is_set() and (problem := self._problem(beat, now)):
                 self._abort(*problem, beat)
 
@@ -161,6 +170,8 @@ class HangTimer:
 
     def _problem(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """Why this rank is to be ended, with the exit code; None while all is well."""
+        if self._failed is not None:
+            return self._slow_clean_up(*self._failed, now)
         if beat.user_code:
             return self._slow_user_code(beat)
         if self._store is None:
@@ -173,6 +184,10 @@ class HangTimer:
             return None
         limit = f"launch.user_code_timeout_s={allowed_s:g} limits how long it may take."
         return f"{self._in_user_code(beat)}. {limit}", StalledError.exit_code
+
+    def _slow_clean_up(self, failed_s: float, record: ExitRecord, now: float) -> Problem | None:
+        """The error itself, where the main thread has failed and does not come to an end."""
+        return None if now - failed_s < CLEAN_UP_S else (with_rank(record, [record]), record.exit_code)
 
     def _no_progress(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """Until the first step all phases together have one limit, from then on each phase has its own."""
@@ -223,7 +238,7 @@ class HangTimer:
             while not self._over.wait(every_s):
                 beat = self._latest_beat()
                 long = beat.user_code and beat.age_s >= LINE_AFTER_S
-                if long and not told:
+                if long and not told and self._launch.world_size > 1:
                     self._tell_of_user_code(beat)
                 told = long
                 if self._connection is not None and (beat.user_code or beat.age_s > every_s):
@@ -248,7 +263,9 @@ class HangTimer:
         text = f"{text} Stacks: {stacks}."
         log.error("rank %d: %s", rank, text)
         record = ExitRecord(rank, time.time(), text, exit_code, phase=beat.phase, stacks=str(stacks))
-        if beat.user_code:  # it would take as long again
+        if self._failed is not None:
+            record = replace(self._failed[1], error=text, stacks=str(stacks))
+        elif beat.user_code:  # it would take as long again
             record = replace(record, restart_helps=False)
         if self._heartbeat.exit_records is not None:
             self._heartbeat.exit_records.write(record)  # the parent prints it

@@ -133,7 +133,7 @@ class Agent:
             return (PreemptedError if outcome.exit_code == SAVED else PrunedError)(outcome.text)
         stop = self._signals.stop
         assert stop is not None
-        if newest and newest >= self._work.heartbeats.steps_done():
+        if newest and newest >= self._work.heartbeats.steps_done() and not outcome.raised:
             # It was killed after that, such as while results were uploaded.
             again = overrides_to_resume(self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"

@@ -59,6 +59,7 @@ class RunOutcome:
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool | None = None  # None: as the exit code says
     micro_batch: int | None = None  # the micro-batch to restart with, after a shortage of memory
+    raised: bool = False  # a rank has recorded this error as its own
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
         text = _said_by(record, results)
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
-        outcome = RunOutcome(record.exit_code, text, traceback=record.traceback)
+        outcome = RunOutcome(
+            record.exit_code, text, traceback=record.traceback, raised=not record.is_secondary
+        )
         return replace(outcome, restart_helps=record.restart_helps, micro_batch=record.micro_batch)
     if alive := [result for result in results if result.exit_code is None]:
         text = "; ".join(f"{_name(result)} did not stop, {describe(result.beat)}" for result in alive)

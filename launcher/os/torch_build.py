@@ -1,4 +1,4 @@
-"""Which build of torch runs on which GPU: the choice at set-up, and the check of the driver before a run.
+"""Which build of torch runs on which GPU: the choice at set-up, and the checks before a run.
 
 Owns the table of builds, and the versions in which the private names of torch that the launcher uses were
 checked. Imports only the standard library, because set-up runs before torch is installed.
@@ -68,6 +68,30 @@ def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str 
         else:
             return build.backend, "; ".join([found, *against])
     return None, f"{found}; no build runs on all GPUs of this machine: {'; '.join(against)}"
+
+
+def refuse_missing_kernels(rank: int, device: torch.device) -> None:
+    """Raise PreflightError where the installed torch has no kernels for this rank's GPU.
+
+    Otherwise the first kernel of the run fails, again after each restart.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        own = torch.cuda.get_device_capability(device)
+        fit = [build for build in BUILDS if build.lowest <= own <= build.highest]
+        advice = f"Install torch's build {fit[0].name}" if fit else "Use another GPU"
+        raise PreflightError(
+            f"rank {rank}: torch {torch.__version__} has no kernels for its GPU, "
+            f"{torch.cuda.get_device_name(device)} (compute capability {dotted(own)}), only for "
+            f"{', '.join(torch.cuda.get_arch_list())}. {advice} (https://pytorch.org/get-started). {HIDE}"
+        ) from error
 
 
 def refuse_unusable_driver(rank: int, device: torch.device) -> None:

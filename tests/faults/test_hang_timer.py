@@ -15,6 +15,11 @@ from typing import Any
 
 import pytest
 
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.exit_records import ExitRecord
+from launcher.distributed.hang_timer import CLEAN_UP_S, HangTimer
+from launcher.distributed.heartbeat import Heartbeat
+from tests.configs import composed
 from tests.faults import launching
 from tests.faults.deaf import make_deaf
 from tests.faults.launching import Ended, UserCode, run
@@ -295,3 +300,12 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < end:
         time.sleep(0.1)
     return holds()
+
+
+def test_a_rank_whose_clean_up_hangs_ends_with_its_error() -> None:
+    heartbeat = Heartbeat()
+    timer = HangTimer(composed(), LaunchEnv(1, 2), None, "job", heartbeat)
+    timer.limit_clean_up(ExitRecord(1, time.time(), "no data", 7))
+    now = time.monotonic()
+    assert timer._problem(heartbeat.latest, now) is None
+    assert timer._problem(heartbeat.latest, now + CLEAN_UP_S) == ("rank 1 failed: no data", 7)

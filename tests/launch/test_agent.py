@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.launch.agent import Agent
 from launcher.launch.multi_node import SingleNode
+from launcher.launch.root_cause import RunOutcome
 from launcher.launch.worker_process import WorkerSpec
 from launcher.os.signals import StopSignal
 from launcher.run_dir.discarding import record_discarded
@@ -53,3 +55,12 @@ def test_a_run_that_began_anew_is_resumed_without_beginning_anew_again(tmp_path,
         record_discarded(tmp_path)
     again = f"the same command with run.dir={tmp_path}{also}."
     assert agent._how_to_resume(7) == f"To resume from step 7: {again}"
+
+
+@pytest.mark.parametrize(("raised", "exit_code"), [(False, 75), (True, 143)])
+def test_a_run_that_fails_while_it_stops_is_not_taken_for_saved(tmp_path, raised, exit_code) -> None:
+    agent = agent_of(tmp_path, "auto")
+    agent._signals.stop = signal.SIGTERM
+    error = agent._stop_error(RunOutcome(7, "rank 0 failed: no data", raised=raised), newest=7)
+    assert error.exit_code == exit_code
+    assert ("rank 0 failed: no data" in str(error)) == raised

@@ -1,4 +1,4 @@
-"""Which build of torch a machine gets, and the refusal of a driver that does not work with it."""
+"""Which build of torch a machine gets, and the refusal of a driver or a GPU that does not work with it."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ import torch
 
 from launcher.errors import PreflightError
 from launcher.launch import worker_count
-from launcher.os.torch_build import choose, refuse_unusable_driver
+from launcher.os.torch_build import choose, refuse_missing_kernels, refuse_unusable_driver
 
 V100, L4, H100, B200 = (7, 0), (8, 9), (9, 0), (10, 0)
 
@@ -46,6 +46,23 @@ def test_a_machine_that_no_build_fits_gets_the_default_and_the_reason(driver, ca
     chosen, why = choose(driver, capabilities)
     assert chosen is None
     assert re.search(f"no build runs on all GPUs.*{reason}", why)
+
+
+def test_a_gpu_without_kernels_is_refused_with_the_build_that_has_them(monkeypatch) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: V100)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    with pytest.raises(PreflightError) as refused:
+        refuse_missing_kernels(1, torch.device("cuda", 0))
+    assert "no kernels for its GPU, Tesla V100-SXM2-16GB (compute capability 7.0), only for sm_75" in str(
+        refused.value
+    )
+    assert "Install torch's build cu126 (CUDA 12.6)" in str(refused.value)
+    refuse_missing_kernels(1, torch.device("cpu"))
 
 
 LIBCUDA = """

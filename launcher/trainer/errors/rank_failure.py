@@ -50,9 +50,7 @@ def explain_and_report(
     If rank 0 has lost another rank, events and files tell of that one's error, once it stands in `records`.
     Frees what the frames of `error` hold. No context manager: the `__exit__` of one keeps the traceback.
     """
-    # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
-    heartbeat.failed_s = time.time()
-    log_traceback(launch.rank, error)
+    note_failure(error, launch.rank, heartbeat)
     run_dir = Path(config.run.dir)
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
     failure = to_launcher_error(error, launch, logs, describe(heartbeat.latest))
@@ -114,8 +112,15 @@ def free_traceback(error: BaseException) -> None:
     gc.collect()
 
 
-def log_traceback(rank: int, error: BaseException) -> None:
-    """Write where a rank failed to its log, at once: explaining the failure drops the traceback."""
+def note_failure(error: BaseException, rank: int, heartbeat: Heartbeat) -> None:
+    """Note when a rank failed, and write where to its log, once.
+
+    First of all: explaining the failure drops the traceback and takes time, in which other ranks fail of this
+    one, and the end of the process group may hang.
+    """
+    if heartbeat.failed_s is not None:
+        return
+    heartbeat.failed_s = time.time()
     if Failure.of(error).state == "failed":
         log.error("rank %d failed\n%s", rank, "".join(traceback.format_exception(error)))
 
