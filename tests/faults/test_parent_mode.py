@@ -264,7 +264,8 @@ def test_a_request_to_save_reaches_the_workers(tmp_path: Path) -> None:
 HANGS = {
     "an endless sleep": "time.sleep(1000)",
     "a call that holds the interpreter": "lock = LIBC.pthread_mutex_lock; lock(MUTEX), lock(MUTEX)",
-    "SIGSTOP": "os.kill(os.getpid(), signal.SIGSTOP)",
+    # The parent continues it to have its stacks written: it must not have left the place by then.
+    "SIGSTOP": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(1000)",
 }
 
 
