@@ -123,6 +123,7 @@ def test_a_process_forked_by_user_code_has_the_usual_handlers(number) -> None:
         child = multiprocessing.get_context("fork").Process(target=say_and_sleep, args=(ends,))
         child.start()
         assert pipe.recv() == "here"
+        time.sleep(0.1)  # until it sleeps: Python drops an interrupt that meets a finaliser
         os.kill(child.pid, number)
         child.join(0.5 if number == signal.SIGUSR1 else 10)
         try:
