@@ -170,9 +170,12 @@ def write_results(
     result = evaluation.add_to_result(result_of(context, since_step, steps, seconds))
     applied = result.applied_steps or 0
     if applied < steps / 2:
+        outliers = result.outlier_steps or 0
+        advice = "lower precision.loss_scale.init_scale."
+        if outliers > (steps - applied) / 2:
+            advice = f"{outliers} of them as outliers: raise precision.skip_outliers."
         context.telemetry.warn(
-            f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: lower "
-            "precision.loss_scale.init_scale."
+            f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: {advice}"
         )
     if context.env.is_rank0:
         write_files(run_dir, result, evaluation.confusion, context.telemetry)
