@@ -124,7 +124,8 @@ class BatchPlan:
     def most_per_pass(self) -> int:
         """The number of samples that a micro-batch may have.
 
-        Without `micro_batch` that of an equal share: a larger share takes more passes, not more memory.
+        Without `micro_batch` that of an equal share: a larger share takes more passes, whose gradients are
+        summed in fp32, and no larger activations.
         """
         return self.micro_batch or self._equal_share
 

@@ -58,11 +58,10 @@ class Stepper:
     before, or with `load`. Cast, move, freeze and replace parameters before, too: what is cast, moved or
     frozen later raises UnusableError, and a layer that is put in another's place is not trained. Weights may
     be written in place between steps, alike on all ranks (`p.clamp_()` under torch.no_grad(),
-    model.load_state_dict()): what differs from the rounded masters is copied into them, as half values: load
-    fp32 weights before. A write through
-    `p.data` or `buffer.data` cannot be detected: the next update undoes the former. After buffers were
-    written between steps (reset_running_stats(), update_bn()) call average_buffers(), or the next skipped
-    step undoes it; model.load_state_dict() needs no call.
+    model.load_state_dict()): what differs from the rounded masters is copied into them, in the precision of
+    the weights. A write through `p.data` or `buffer.data` cannot be detected: the next update undoes the
+    former. After buffers were written between steps (reset_running_stats(), update_bn()) call
+    average_buffers(), or the next skipped step undoes it; model.load_state_dict() needs no call.
 
     Hooks on parameters get the gradient of one micro-batch of one rank, multiplied by the loss scale: a mask
     or a factor works there, a limit such as clamp(-1, 1) does not. As with torch.optim, autograd raises for a

@@ -73,9 +73,8 @@ class EvaluationLoop:
         finally:
             self._context.step_reader.restart_timer()
         compared = monitored_metric(self.recipe.monitor, self.latest)
-        if compared.name != "val_loss" and math.isnan(
-            compared.value
-        ):  # a NaN val_loss ends the run elsewhere
+        # A NaN val_loss ends the run elsewhere.
+        if compared.name != "val_loss" and math.isnan(compared.value):
             self._context.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with monitor."

@@ -1,5 +1,4 @@
-"""What a run reports and writes at its start and at its end. All ranks call `log_start`
-and `write_results`.
+"""What a run reports and writes at its start and its end: all ranks call `log_start` and `write_results`.
 
 Owns result.json, the report, and `model/`, which holds what predicting needs besides the weights:
 classes and normalisation, and for a model of `transformers` its config and tokenizer; `export RUN DIR/`

@@ -1,4 +1,4 @@
-"""A training step on one rank: its passes, what it tells the other ranks, and its end without memory."""
+"""A training step on one rank: its passes, its votes, and its end where memory is short."""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _repetition(block: nn.Module, arithmetic: AbstractContextManager[object]) -> Iterator[None]:
-    """Restore the block's buffers on exit: BatchNorm has counted these samples already."""
+    """Compute in `arithmetic`, and restore the block's buffers on exit.
+
+    BatchNorm has counted these samples already.
+    """
     before = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
         with arithmetic:

@@ -130,10 +130,8 @@ class DataShare(Callback):
         if saved_ms < LEAST_GAIN * step_ms:
             return
         by = ", ".join(f"{time:.3g}" for time in times)
-        self._next = (
-            shares,
-            (f"by {by} ms per sample: a step of {step_ms:.3g} ms becomes {saved_ms:.3g} ms shorter"),
-        )
+        why = f"by {by} ms per sample: a step of {step_ms:.3g} ms becomes {saved_ms:.3g} ms shorter"
+        self._next = shares, why
         self._begin_window(WARM_UP, FIRST_STEPS)
 
     def _shares(self, speeds: list[float]) -> tuple[int, ...] | None:

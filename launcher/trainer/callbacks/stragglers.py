@@ -84,8 +84,10 @@ class Stragglers(Callback):
             )
         )
         if often := self._late.add(latest):
-            so_far, host = "" if often == 1 else f", {often} times so far", self._hosts[latest]
+            so_far, plan = "" if often == 1 else f", {often} times so far", self._context.plan
+            share = f", with {plan.shares[latest]} of {plan.batch_size} samples," if plan.shares else ""
             self._context.telemetry.warn(
-                f"rank {latest} on {host} arrives last{so_far}: the other ranks waited {late_ms:.1f} of the "
-                f"{step_ms:.1f} ms of a step for it, over {WINDOW} steps. {ADVICE[cause]}"
+                f"rank {latest} on {self._hosts[latest]}{share} arrives last{so_far}: the other ranks "
+                f"waited {late_ms:.1f} of the {step_ms:.1f} ms of a step for it, over {WINDOW} steps. "
+                f"{ADVICE[cause]}"
             )

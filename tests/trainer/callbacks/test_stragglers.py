@@ -31,10 +31,13 @@ def test_the_rank_that_waits_least_is_the_latest_and_its_data_may_be_the_cause(t
     assert latest_rank(times) == expected
 
 
-def train(env: WorkerEnv, communication_ms: list[float], steps: int, first: int) -> list[dict[str, Any]]:
+def train(
+    env: WorkerEnv, communication_ms: list[float], steps: int, first: int, shares: tuple[int, ...] = ()
+) -> list[dict[str, Any]]:
     """The events of a rank whose steps have this time of waiting, 10 ms of compute and 2 of others."""
     recorder = Recorder()
     context = replace(context_alone(Telemetry([recorder]), LIMITS, 1), env=env)
+    context.plan = replace(context.plan, shares=shares)
     part = Stragglers(context, [f"node{rank}" for rank in range(env.world_size)])
     spans = {"data": 1.0, "compute": 10.0, "communication": communication_ms[env.rank], "update": 1.0}
     for step in range(first, first + steps):
@@ -59,6 +62,12 @@ def test_each_whole_window_is_an_event_and_the_warning_is_repeated_with_a_count(
         history = EventHistory()
         history.add(found)
         assert history.all(StragglerEvent), "reports know the event"
+
+
+def test_a_warning_names_the_share_of_a_batch_that_is_divided_by_speed() -> None:
+    for events in run_ranks(2, train, [9.0, 1.0], 2 * WINDOW, 1, (5, 3)):
+        (warning,) = [event["text"] for event in events if event["event"] == "warning"]
+        assert warning.startswith("rank 1 on node1, with 3 of 8 samples, arrives last: ")
 
 
 @pytest.mark.parametrize(
