@@ -3,15 +3,16 @@
     python scripts/bench/shares.py [--quick] [--json FILE] [--models resnet18 gpt] [--ranks 2 3] [--repeats 5]
 
 Real runs with what the launcher does by default. Rank 0 has a core; every other one is stopped for two
-thirds of the time, by SIGSTOP and SIGCONT, on the next core, which two of them share. The baseline is the sum
+thirds of the time, by SIGSTOP and SIGCONT, on the next core, where two take turns. The baseline is the sum
 of what the ranks do at the same time without each other: cores that share memory slow each other down. The
-sides alternate. With data.share=auto steps before the 25th are not counted, until which shares are found.
+sides alternate. With data.share=auto steps before the 20th are not counted, until which shares are found.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,16 +28,16 @@ from launcher.telemetry.event_log import read_events
 from scripts.bench.interleaved import Figure, text_table, write
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = {
-    "resnet18": (("recipe=resnet18",), 256),
-    "gpt": (("recipe=gpt", "model.layers=2"), 64),
+MODELS = {  # words and the batch, of some seconds: what a step costs beside its samples then counts little
+    "resnet18": (("recipe=resnet18", "data=synthetic", "data.num_samples=8192"), 64),
+    "gpt": (("recipe=gpt",), 192),
 }
-WORDS = ("tracker=none", "train.log_every_steps=1", "train.eval_every_epochs=100000", "train.epochs=100000")
-FOUND_STEP, WARM_STEP = 25, 5  # from where on steps are counted
-RUNNING_S, STOPPED_S = 0.003, 0.006
+WORDS = ("tracker=none", "train.log_every_steps=1", "data.val_fraction=0", "train.epochs=100000")
+FOUND_STEP, WARM_STEP = 20, 3  # from where on steps are counted
+TURNS, TURN_S = 3, 0.003  # a slow rank runs in one of three turns
 PROMISED = 1 / 0.92  # the sum of what the ranks do alone, over what they do together
 LIMIT_S = 300
-STEPS = 10  # that are counted
+STEPS = 5  # that are counted
 Run = tuple[int, Sequence[int]]  # its batch size, and the ranks of which the slow ones are above 0
 
 
@@ -81,16 +81,24 @@ def samples_per_s(folder: Path, words: Sequence[str], runs: Sequence[Run], first
 
 @contextlib.contextmanager
 def slowed(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Let these run for a third of the time, until the context ends."""
+    """Let each of these, three at most, run for a third of the time in turn, until the context ends."""
     over = threading.Event()
 
     def pause() -> None:
-        while not over.wait(RUNNING_S):
-            for number, seconds in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.0)):
-                for each in processes:
-                    each.send_signal(number)  # nothing where it has ended
-                time.sleep(seconds)
+        runs_now: subprocess.Popen[bytes] | None = None
+        for turn in itertools.cycle(range(TURNS)):
+            each = processes[turn] if turn < len(processes) else None
+            for process, number in ((runs_now, signal.SIGSTOP), (each, signal.SIGCONT)):
+                if process is not None:
+                    process.send_signal(number)  # nothing where it has ended
+            runs_now = each
+            if over.wait(TURN_S):
+                break
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
 
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
     thread = threading.Thread(target=pause)
     thread.start()
     try:
@@ -107,9 +115,11 @@ def measure(model: str, ranks: int, repeats: int, steps: int, folder: Path) -> d
     shares = proportional_shares(speeds, batch_size)
     together: list[Run] = [(batch_size, range(ranks))]
     apart: list[Run] = [(share, [rank]) for rank, share in enumerate(shares)]
+    # A rank with room for the whole batch takes its share in one pass, as a rank alone does.
+    one_pass = f"data.micro_batch_size={batch_size}"
     sides = {
-        "auto": ([*words, "data.share=auto"], together, FOUND_STEP),
-        "equal": (words, together, WARM_STEP),
+        "auto": ([*words, one_pass, "data.share=auto"], together, FOUND_STEP),
+        "equal": ([*words, one_pass], together, WARM_STEP),
         "without each other": (words, apart, WARM_STEP),
     }
     found: dict[str, list[float]] = {side: [] for side in sides}
@@ -130,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2])
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 3, 4), default=[2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two steps of one model, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
