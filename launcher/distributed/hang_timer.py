@@ -270,9 +270,7 @@ class HangTimer:
         if self._heartbeat.exit_records is not None:
             self._heartbeat.exit_records.write(record)  # the parent prints it
         else:
-            # A rank that has missed the end of the run must not write over it.
-            if rank == 0 and state_since(self._run_dir / FILE_NAME, self._began) not in ENDED_WELL:
-                write_failure(self._run_dir, Failure("failed", exit_code, text), self._heartbeat.steps_done)
+            self._write_end(Failure("failed", exit_code, text))
             _print(f"error: {text}")
         if self._store is not None:
             # In a thread: over a link that is down, connecting takes longer than this rank has.
@@ -283,6 +281,16 @@ class HangTimer:
             # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
         os._exit(exit_code)
+
+    def _write_end(self, failure: Failure) -> None:
+        """Write how the run ended to its files. Any rank does: rank 0 may be the one that cannot run."""
+        status = self._run_dir / FILE_NAME
+        state = state_since(status, self._began)
+        # A rank that has missed the end of the run must not write over it, nor another one over what rank 0
+        # has written. Other machines may have disks without these files.
+        ended = state in ENDED_WELL or (state == failure.state and self._launch.rank != 0)
+        if status.exists() and not ended:
+            write_failure(self._run_dir, failure, self._heartbeat.steps_done)
 
     def _write_to_store(self, record: ExitRecord) -> None:
         """For the other ranks, whose connections break as this one ends."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -86,7 +88,10 @@ class Agent:
         """How the run ends, or RESTART, once all workers have ended."""
         self._forward_signals(group)
         try:
-            outcome = self._nodes.outcome(group.poll(), group)
+            own = group.poll()
+            if own is not None:
+                own = replace(own, stop=self._signals.stop or 0)
+            outcome = self._nodes.outcome(own, group)
             if outcome is not None and outcome.exit_code not in (0, RESTART):
                 self._restart_or_raise(outcome)
                 outcome = RunOutcome(RESTART, micro_batch=outcome.micro_batch)
@@ -117,7 +122,7 @@ class Agent:
         if not self._nodes.is_node0:
             raise RunFailed(outcome)  # as node 0 has decided
         newest = self._newest_step()
-        if outcome.exit_code in ON_REQUEST or self._signals.stop is not None:
+        if outcome.exit_code in ON_REQUEST or outcome.stop:
             raise self._stop_error(outcome, newest)
         hint = f"{self._how_to_resume(newest)} {self._restarts_made()}"
         self._restarts.record_or_raise(outcome, newest, hint)
@@ -131,16 +136,17 @@ class Agent:
         """The error for a run that was asked to end. `newest` is the step of its newest checkpoint."""
         if outcome.exit_code in ON_REQUEST:
             return (PreemptedError if outcome.exit_code == SAVED else PrunedError)(outcome.text)
-        stop = self._signals.stop
-        assert stop is not None
-        if newest and newest >= self._work.heartbeats.steps_done() and not outcome.raised:
+        stop = signal.Signals(outcome.stop)
+        is_saved = 0 < newest >= self._work.heartbeats.steps_done()
+        if is_saved and not outcome.crashed:
             # It was killed after that, such as while results were uploaded.
             again = overrides_to_resume(self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
             return RunFailed(RunOutcome(SAVED, text))
         if outcome.exit_code == 128 + stop:  # a rank that ended at once, and has said so
             return RunFailed(outcome)
-        text = f"stopped by {stop.name} before a checkpoint could be written: {outcome.text}"
+        when = "after the last checkpoint" if is_saved else "before a checkpoint could be written"
+        text = f"stopped by {stop.name} {when}: {outcome.text}"
         return RunFailed(
             RunOutcome(128 + stop, text, f"{outcome.hint} {self._how_to_resume(newest)}".lstrip())
         )

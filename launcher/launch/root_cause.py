@@ -59,7 +59,8 @@ class RunOutcome:
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool | None = None  # None: as the exit code says
     micro_batch: int | None = None  # the micro-batch to restart with, after a shortage of memory
-    raised: bool = False  # a rank has recorded this error as its own
+    crashed: bool = False  # by itself: no rank was killed from outside, or has only lost another one
+    stop: int = 0  # the signal by which the run was asked to stop, on whichever machine
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class GroupResult:
     """What is known of the ranks of one machine at the end of their attempt."""
 
     results: Sequence[RankResult]
+    stop: int = 0  # the signal by which this machine's parent was asked to stop
     hanging: bool = False  # some have shown no sign of life for too long
     limit: str = ""  # the config key that says how long, where these ranks have exceeded it
 
@@ -99,8 +101,10 @@ def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome
         outcome = hang_outcome(results)
         limit = next((group_result.limit for group_result in group_results if group_result.limit), "")
         key = f". {limit} says how long a rank may be without progress" if limit else ""
-        return replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}{key}")
-    return find_root_cause(results)
+        outcome = replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}{key}")
+    else:
+        outcome = find_root_cause(results)
+    return replace(outcome, stop=max(group_result.stop for group_result in group_results))
 
 
 def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
@@ -113,7 +117,7 @@ def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
         outcome = RunOutcome(
-            record.exit_code, text, traceback=record.traceback, raised=not record.is_secondary
+            record.exit_code, text, traceback=record.traceback, crashed=not record.is_secondary
         )
         return replace(outcome, restart_helps=record.restart_helps, micro_batch=record.micro_batch)
     if alive := [result for result in results if result.exit_code is None]:
@@ -172,7 +176,7 @@ def _outcome_without_record(result: RankResult) -> RunOutcome:
     place = describe(result.beat)
     if result.exit_code >= 0:
         text = f"{_name(result)} ended with exit code {result.exit_code} and no error, {place}"
-        return RunOutcome(UNEXPECTED, text)
+        return RunOutcome(UNEXPECTED, text, crashed=True)
     number = -result.exit_code
     hint = {
         signal.SIGKILL: "If nothing else sent it, the kernel did because memory ran out: see dmesg.",
@@ -181,7 +185,7 @@ def _outcome_without_record(result: RankResult) -> RunOutcome:
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
     name = {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
     text = f"rank {result.rank} was killed by {name} ({_process(result)}) {place}"
-    return RunOutcome(UNEXPECTED, text, hint)
+    return RunOutcome(UNEXPECTED, text, hint, crashed=number != signal.SIGKILL)
 
 
 def _name(result: RankResult) -> str:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -205,6 +206,30 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
         again = f"There is no checkpoint: the same command with run.dir={parent.run_dir} begins anew."
         assert again in error_of(parent)
         assert_written_down(parent, code)
+
+
+CRASHES_ONCE_SAVED = """
+import logging
+class Crash(logging.Handler):
+    def emit(self, record):
+        if "on request; checkpoint saved" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGSEGV)
+logging.getLogger("launcher").addHandler(Crash())
+"""
+
+
+def test_a_crash_after_the_checkpoint_of_a_stop_is_no_good_end(tmp_path: Path) -> None:
+    """A rank that dies without an exit record was taken for one that was killed once all was saved."""
+    write_recipe(tmp_path, ENDLESS, f"if RANK == 1:\n{indent(CRASHES_ONCE_SAVED, '    ')}")
+    with Parent(tmp_path, LONG, "launch.max_restarts=3") as parent:
+        parent.rank(1)
+        parent.signal(signal.SIGTERM)
+        assert parent.end() == 143
+        assert error_of(parent).startswith(
+            "error: stopped by SIGTERM after the last checkpoint: rank 1 was killed by SIGSEGV"
+        )
+        assert "To resume from step " in error_of(parent)
+        assert_written_down(parent, 143)
 
 
 @pytest.mark.slow

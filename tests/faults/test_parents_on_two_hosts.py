@@ -215,6 +215,19 @@ def test_sigterm_to_one_parent_saves_after_one_step_on_all_machines(hosts: Hosts
     assert hosts.end().digest == undisturbed(ranks=2).digest
 
 
+def test_a_stop_of_one_machine_whose_ranks_must_be_killed_is_no_crash(hosts: Hosts) -> None:
+    """Node 0, which had no signal itself, restarted the run."""
+    deaf = SLOW.replace("STARTED", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    (hosts.directory / "slow.py").write_text(deaf)
+    hosts.start("launch.max_restarts=1", "launch.grace_s=2", "train.epochs=1000")
+    hosts.at_step(8)
+    hosts.parents[1].send_signal(signal.SIGTERM)
+    ended = hosts.end()
+    assert ended.codes == [143, 143], ended
+    assert "error: stopped by SIGTERM " in ended.outputs[0]
+    assert "restart 1 of 1" not in ended.outputs[0]
+
+
 def test_machines_that_do_not_fit_are_refused_in_words(hosts: Hosts) -> None:
     short = "launch.init_timeout_s=4"
     hosts.start_node(1, short)

@@ -236,16 +236,21 @@ def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undist
     go_on(Ended(run_dir, [1], [], 0.0), undisturbed(ranks=2), 2)
 
 
-@pytest.mark.slow
-def test_without_a_parent_ranks_that_wait_for_one_that_hangs_say_so_and_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hanging", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_without_a_parent_ranks_that_wait_for_one_that_hangs_say_so_and_end(
+    tmp_path: Path, hanging: int
+) -> None:
+    """And the files say so, also where it is rank 0 that hangs, which writes them otherwise."""
+    waiting = 1 - hanging
     words = ("launch.hang_timeout_s=2", "train.epochs=1000")
     with Started(tmp_path / "run", words, ranks=3, user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 6))
-        started.signal(signal.SIGSTOP, 1)
-        started.until(lambda: not started.processes[0].is_alive())
-        started.signal(signal.SIGKILL, 1)
+        started.signal(signal.SIGSTOP, hanging)
+        started.until(lambda: not started.processes[waiting].is_alive())
+        started.signal(signal.SIGKILL, hanging)
         ended = started.end()
-    assert ended.codes[0] == 6
-    assert "error: rank 0 hangs: in communication of step" in ended.outputs[0]
-    assert "It waits for another rank, whose own output says where that is." in ended.outputs[0]
+    assert ended.codes[waiting] == 6
+    assert f"error: rank {waiting} hangs: in communication of step" in ended.outputs[waiting]
+    assert "It waits for another rank, whose own output says where that is." in ended.outputs[waiting]
+    assert (ended.result["state"], ended.result["exit"]) == ("failed", 6)
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)

@@ -57,10 +57,10 @@ def test_a_run_that_began_anew_is_resumed_without_beginning_anew_again(tmp_path,
     assert agent._how_to_resume(7) == f"To resume from step 7: {again}"
 
 
-@pytest.mark.parametrize(("raised", "exit_code"), [(False, 75), (True, 143)])
-def test_a_run_that_fails_while_it_stops_is_not_taken_for_saved(tmp_path, raised, exit_code) -> None:
+@pytest.mark.parametrize(("crashed", "exit_code"), [(False, 75), (True, 143)])
+def test_a_run_that_fails_while_it_stops_is_not_taken_for_saved(tmp_path, crashed, exit_code) -> None:
     agent = agent_of(tmp_path, "auto")
-    agent._signals.stop = signal.SIGTERM
-    error = agent._stop_error(RunOutcome(7, "rank 0 failed: no data", raised=raised), newest=7)
+    outcome = RunOutcome(7, "rank 0 failed: no data", crashed=crashed, stop=signal.SIGTERM)
+    error = agent._stop_error(outcome, newest=7)
     assert error.exit_code == exit_code
-    assert ("rank 0 failed: no data" in str(error)) == raised
+    assert ("rank 0 failed: no data" in str(error)) == crashed
