@@ -1,6 +1,6 @@
 """Which build of torch runs on which GPU: the choice at set-up, and the checks before a run.
 
-Owns the table of builds, and the versions in which the private names of torch that the launcher uses were
+Owns the choice of build, and the versions in which the private names of torch that the launcher uses were
 checked. Imports only the standard library, because set-up runs before torch is installed.
 """
 
@@ -11,7 +11,6 @@ import os
 import uuid
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,31 +23,15 @@ Capability = tuple[int, int]  # CUDA's compute capability: (7, 0) is a V100
 # torch promises nothing about its private names. A test compares the calls of those that the launcher uses
 # with their signatures in each version, which scripts/torch_private_names.py has read from wheels.
 CHECKED = ("2.11", "2.12", "2.13", "2.14")
-
-
-@dataclass(frozen=True)
-class Build:
-    """One series of wheels of torch 2.11 to 2.14. `backend` is uv's name for it, None the index's default."""
-
-    backend: str | None
-    name: str
-    driver: int  # the oldest major version that supports it
-    lowest: Capability  # of the GPUs that it has kernels for
-    highest: Capability
-
-
-# From torch's support matrix (pytorch#175253, #178665, #190355) and CUDA's compatibility of minor versions,
-# by which a driver for any CUDA 12 runs a build for CUDA 12.6.
-BUILDS = (
-    Build(None, "default (CUDA 13)", 580, (7, 5), (99, 0)),
-    Build("cu126", "cu126 (CUDA 12.6)", 525, (5, 0), (9, 0)),
-)
+# The default build of torch 2.11 to 2.14 is for CUDA 13; cu126 is the one for older drivers and GPUs. From
+# torch's support matrix: pytorch#175253, #178665, #190355.
+OLDER_BUILD, OLDEST_DRIVER, OLDEST_GPU = "cu126", 580, (7, 5)
 NO_DEVICE = 100  # the one CUresult by which the driver says that there is no GPU, or that all are hidden
 HIDE = "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
 
 
 def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str | None, str]:
-    """uv's name of the first build that runs on all GPUs of a machine, else the default one, and why.
+    """uv's name of the build of torch for a machine, None for the default one, and why.
 
     Args:
         driver: the version that nvidia-smi reports, such as "550.54.15"; None if it is new enough.
@@ -58,40 +41,12 @@ def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str 
         return None, "no NVIDIA GPU found"
     kinds = ", ".join(dotted(each) for each in sorted(set(capabilities)))
     found = f"compute capability {kinds}" + (f", driver {driver}" if driver else "")
-    against: list[str] = []
-    for build in BUILDS:
-        without = [dotted(each) for each in capabilities if not build.lowest <= each <= build.highest]
-        if driver is not None and int(driver.split(".")[0]) < build.driver:
-            against.append(f"driver {driver} is older than {build.driver}, which {build.name} needs")
-        elif without:
-            against.append(f"{build.name} has no kernels for compute capability {without[0]}")
-        else:
-            return build.backend, "; ".join([found, *against])
-    return None, f"{found}; no build runs on all GPUs of this machine: {'; '.join(against)}"
-
-
-def refuse_missing_kernels(rank: int, device: torch.device) -> None:
-    """Raise PreflightError where the installed torch has no kernels for this rank's GPU.
-
-    Otherwise the first kernel of the run fails, again after each restart.
-    """
-    import torch
-
-    if device.type != "cuda":
-        return
-    try:
-        torch.ones(1, device=device).add_(1).item()
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):
-            raise
-        own = torch.cuda.get_device_capability(device)
-        fit = [build for build in BUILDS if build.lowest <= own <= build.highest]
-        advice = f"Install torch's build {fit[0].name}" if fit else "Use another GPU"
-        raise PreflightError(
-            f"rank {rank}: torch {torch.__version__} has no kernels for its GPU, "
-            f"{torch.cuda.get_device_name(device)} (compute capability {dotted(own)}), only for "
-            f"{', '.join(torch.cuda.get_arch_list())}. {advice} (https://pytorch.org/get-started). {HIDE}"
-        ) from error
+    default = "the default build (CUDA 13)"
+    if driver is not None and int(driver.split(".")[0]) < OLDEST_DRIVER:
+        return OLDER_BUILD, f"{found}; driver {driver} is older than {OLDEST_DRIVER}, which {default} needs"
+    if min(capabilities) < OLDEST_GPU:
+        return OLDER_BUILD, f"{found}; {default} has no kernels for {dotted(min(capabilities))}"
+    return None, found
 
 
 def refuse_unusable_driver(rank: int, device: torch.device) -> None:
