@@ -21,7 +21,6 @@ from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
 from launcher.errors import ON_REQUEST
-from launcher.os import torch_build
 from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed
 from launcher.run_dir.records import rank_log
 from launcher.telemetry import Telemetry, open_telemetry
@@ -64,7 +63,6 @@ def run(
         )
         try:
             with warnings_logged(telemetry, launch.rank):
-                torch_build.warn_if_unchecked(torch.__version__)
                 _join_and_train(config, launch, store, job, telemetry, stop_signal, heartbeat)
         except BaseException as error:
             in_store = None if store is None else StoreExitRecords(store, job, launch.world_size)

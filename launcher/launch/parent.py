@@ -26,7 +26,6 @@ from launcher.os.signals import (
     signal_handlers_installed,
     signals_blocked,
 )
-from launcher.os.torch_build import warn_if_unchecked
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
 from launcher.run_dir.status import FILE_NAME, state_since
@@ -74,13 +73,10 @@ def preload(more: Sequence[str] = ()) -> None:
     """Import torch and all modules that workers use, and `more`, before forking.
 
     The garbage collector is off meanwhile (a fifth faster), and the objects are frozen: forks share their
-    memory. Warns of an unknown torch. The tracker is left to rank 0, which alone uses it.
+    memory. The tracker is left to rank 0, which alone uses it.
     """
     gc.disable()
     for name in ("launcher.launch.agent", *more):
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    import torch
-
-    warn_if_unchecked(torch.__version__)

@@ -1,7 +1,6 @@
 """Which build of torch runs on which GPU: the choice at set-up, and the checks before a run.
 
-Owns the choice of build, and the versions in which the private names of torch that the launcher uses were
-checked. Imports only the standard library, because set-up runs before torch is installed.
+Imports only the standard library, because set-up runs before torch is installed.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import uuid
-import warnings
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from launcher.errors import PreflightError, counted
@@ -20,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 Capability = tuple[int, int]  # CUDA's compute capability: (7, 0) is a V100
-# torch promises nothing about its private names. A test compares the calls of those that the launcher uses
-# with their signatures in each version, which scripts/torch_private_names.py has read from wheels.
-CHECKED = ("2.11", "2.12", "2.13", "2.14")
 # The default build of torch 2.11 to 2.14 is for CUDA 13; cu126 is the one for older drivers and GPUs. From
 # torch's support matrix: pytorch#175253, #178665, #190355.
 OLDER_BUILD, OLDEST_DRIVER, OLDEST_GPU = "cu126", 580, (7, 5)
@@ -119,15 +113,3 @@ def refuse_failed_driver(found: Driver, who: str = "") -> None:
 
 def dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
-
-
-@cache  # workers that are forked after the first call do not repeat the warning
-def warn_if_unchecked(torch_version: str) -> None:
-    """Warn, once per process and its forks, of a torch in which these names were not checked."""
-    if ".".join(torch_version.split(".")[:2]) not in CHECKED:
-        warnings.warn(
-            f"torch {torch_version} is not among the versions that this launcher was checked with "
-            f"({', '.join(CHECKED)}): private functions of torch that it uses may have changed. If a run "
-            "ends with a TypeError or AttributeError, install one of these versions.",
-            stacklevel=2,
-        )

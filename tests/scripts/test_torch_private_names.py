@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import json
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from launcher.os.torch_build import CHECKED, warn_if_unchecked
 from scripts.torch_private_names import FILE, OR, VALUE, found_in
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "launcher").rglob("*.py"))
 KNOWN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
-NAMES = tuple(KNOWN[CHECKED[0]])
+NAMES = tuple(next(iter(KNOWN.values())))
 # Attributes and functions of C++ without a line of Python or a stub: they are tested with the installed torch
 # only. `_timeout` is one of a ProcessGroup's options, `_saved_...` belong to a node of the backward
 # pass, and the others are operators of aten.
@@ -161,7 +159,7 @@ def test_every_private_name_of_torch_is_listed() -> None:
 
 def test_the_installed_torch_is_as_it_was_read_from_its_wheel() -> None:
     version = ".".join(torch.__version__.split(".")[:2])
-    if version not in CHECKED:
+    if version not in KNOWN:
         pytest.skip(f"torch {version} has not been read yet")
     packages = Path(torch.__file__).parents[1]
 
@@ -215,14 +213,3 @@ def test_every_version_accepts_every_call() -> None:
     calls = [use for use in uses() if use.call is not None and listed(use.name)]
     assert len(calls) > 20, "the search has found too few"
     assert [line for use in calls for line in refused_by(use)] == []
-
-
-@pytest.mark.parametrize(("version", "warned"), [("2.11.0", False), ("2.13.0+cpu", False), ("2.99.1", True)])
-def test_an_unknown_version_is_said_once(version: str, warned: bool) -> None:
-    warn_if_unchecked.cache_clear()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        warn_if_unchecked(version)
-        warn_if_unchecked(version)
-    assert len(said) == warned
-    assert not warned or f"torch {version} is not among the versions" in str(said[0].message)
