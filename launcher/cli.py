@@ -21,7 +21,7 @@ from launcher.launch.config_broadcast import INIT_S, ConfigBroadcast, receive_jo
 from launcher.launch.node_env import given, node_env
 from launcher.launch.slurm import torchrun_env_from_slurm
 from launcher.os.signals import ignore_sigterm_of_torchrun
-from launcher.os.terminal import say
+from launcher.os.stdio import say
 
 # Commands and flags whose output is what they are run for
 ANSWERING = ("doctor", "plan", "predict", "recipes", "report", "watch")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.commands.arguments import Arguments
 from launcher.errors import PreflightError
 from launcher.launch.config_broadcast import ConfigBroadcast
-from launcher.os.terminal import say
+from launcher.os.stdio import say
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config

@@ -16,7 +16,7 @@ from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
 from launcher.errors import ConfigError, StorageError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
-from launcher.os.terminal import columns_of, say
+from launcher.os.stdio import say
 
 
 def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
@@ -57,7 +57,7 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"report {directories[0]}: {name}{error.strerror or error}.") from error
-    print(run_table(runs, columns_of(sys.stdout)))
+    print(run_table(runs))
     lines = [str(path) for path in (*written, place)]
     print(*(map(escaped, lines) if sys.stdout.isatty() else lines), sep="\n")
 

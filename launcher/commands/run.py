@@ -31,8 +31,7 @@ from launcher.errors import (
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.worker_count import num_workers
 from launcher.os.oom import to_resource_error
-from launcher.os.stdio import write
-from launcher.os.terminal import columns_of, say, wrapped
+from launcher.os.stdio import say, write
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 
@@ -119,8 +118,7 @@ def report_failure(error: Exception) -> int:
         if error.exit_code in STOPPED:  # a further Ctrl-C would replace the exit code, or end in a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         kind = {PreemptedError.exit_code: "stopped", PRUNED: "pruned"}.get(error.exit_code, "error")
-        text = wrapped(f"{kind}: {error}", columns_of(sys.stderr))
-        write(f"{error.traceback}{text}\n", sys.stderr)
+        write(f"{error.traceback}{escaped(f'{kind}: {error}')}\n", sys.stderr)
         return error.exit_code
     write(escaped("".join(traceback.format_exception(error))), sys.stderr)
     return 1

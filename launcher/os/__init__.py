@@ -1,1 +1,1 @@
-"""One process: standard streams, signals, lifetime, terminal, shortage of memory or disk space."""
+"""One process: standard streams, signals, lifetime, shortage of memory or disk space."""

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from launcher.errors import escaped
+
 
 def prepare() -> None:
     """Escape what the encoding of stdout lacks, such as bytes of a file's name that are not UTF-8."""
@@ -26,6 +28,11 @@ def write(text: str, stream: TextIO) -> None:
     with _dropping(stream):
         stream.write(text)
         stream.flush()
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Write a line of progress, `escaped`; where that fails, it is dropped."""
+    write(f"{escaped(text)}\n", stream)
 
 
 def flush() -> None:

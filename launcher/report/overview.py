@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launcher.os.terminal import wrapped
 from launcher.report.html import failure, folded, section, table, tiles, words
 from launcher.report.run import Run
 from launcher.report.run_groups import RunGroup, group_rows, short_names, value_of, varied_keys
@@ -103,8 +102,8 @@ def _common_overrides(runs: Sequence[Run]) -> list[str]:
     return [f"{key}={first[key]}" for key in common]
 
 
-def run_table(runs: Sequence[Run], columns: int | None) -> str:
-    """A row for each run, and below it why it failed. `columns` of a terminal; None elsewhere."""
+def run_table(runs: Sequence[Run]) -> str:
+    """A row for each run, and below it why it failed."""
     rows = [{"run": shortened(run.name, MAX_NAME), **row_of(run)} for run in runs]
     titles = list(dict.fromkeys(title for row in rows for title in row))
     widths = {title: max(len(title), *(len(row.get(title, "-")) for row in rows)) for title in titles}
@@ -112,7 +111,7 @@ def run_table(runs: Sequence[Run], columns: int | None) -> str:
     for run, row in zip(runs, rows, strict=True):
         lines.append(_line(row, widths))
         if text := run.error or run.note:
-            lines.append(wrapped(f"  {first_line(text)}", columns))
+            lines.append(f"  {first_line(text)}")
     return "\n".join(lines)
 
 

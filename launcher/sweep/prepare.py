@@ -22,7 +22,7 @@ from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
-from launcher.os.terminal import say
+from launcher.os.stdio import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked

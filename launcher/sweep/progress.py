@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.os import terminal
+from launcher.os import stdio
 from launcher.sweep.state import JobState, SweepJob
 from launcher.telemetry.formatting import duration, metric
 
@@ -42,7 +42,7 @@ class SweepProgress:
         self.say(f"sweep: job {self._of(job)} {how}", error=True)
 
     def say(self, text: str, error: bool = False) -> None:
-        terminal.say(text, sys.stderr if error else sys.stdout)
+        stdio.say(text, sys.stderr if error else sys.stdout)
 
     def _of(self, job: SweepJob) -> str:
         return f"{job.number + 1} of {self._trials or len(self._jobs)}"

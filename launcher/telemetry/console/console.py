@@ -14,8 +14,7 @@ from typing import TextIO
 
 import launcher.telemetry.events as events
 from launcher.errors import counted
-from launcher.os.stdio import write
-from launcher.os.terminal import columns_of, wrapped
+from launcher.os.stdio import say
 from launcher.telemetry.console.progress_bar import ProgressBar
 from launcher.telemetry.formatting import (
     duration,
@@ -110,9 +109,8 @@ class Console(Sink):
 
     def _print(self, *lines: str) -> None:
         self._widths = {}
-        columns = columns_of(self._out)
         with nullcontext() if self._bar is None else self._bar.paused():
-            write("".join(f"{wrapped(line, columns)}\n" for line in lines), self._out)
+            say("\n".join(lines), self._out)
 
 
 def end_lines(

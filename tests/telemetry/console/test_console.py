@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.os.terminal import wrapped
 from launcher.telemetry import Telemetry
 from launcher.telemetry.console.console import Console, end_lines
 from launcher.telemetry.events import record_of
@@ -274,16 +273,3 @@ def test_the_time_of_a_resumed_run_is_said_to_be_of_its_last_part():
     end = made("end", 49, state="done", seconds=122.0, since_step=20, samples_per_s=58.0)
     lines = end_lines(end, "", None, Path("/runs/one"))
     assert "done after 49 steps in 2:02 since step 20 at 58 samples/s" in lines
-
-
-def test_wrapping_keeps_words_and_indents():
-    text = "2 problems:\n  first: a-hyphenated word and more\n  /a/path/that/is/too/long"
-    assert wrapped(text, 16).split("\n") == [
-        "2 problems:",
-        "  first:",
-        "    a-hyphenated",
-        "    word and",
-        "    more",
-        "  /a/path/that/is/too/long",
-    ]
-    assert wrapped(text, None) == text
