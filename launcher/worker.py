@@ -16,7 +16,7 @@ from launcher.config.schema import Config
 from launcher.data.loader import loader_processes
 from launcher.distributed import preflight, process_group
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import StoreExitRecords, exit_record
+from launcher.distributed.exit_records import exit_record
 from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
@@ -65,9 +65,7 @@ def run(
             with warnings_logged(telemetry, launch.rank):
                 _join_and_train(config, launch, store, job, telemetry, stop_signal, heartbeat)
         except BaseException as error:
-            in_store = None if store is None else StoreExitRecords(store, job, launch.world_size)
-            records = heartbeat.exit_records or in_store
-            failure = explain_and_report(error, config, launch, telemetry, heartbeat, records)
+            failure = explain_and_report(error, config, launch, telemetry, heartbeat)
             if failure is not None:
                 raise failure from error
             raise
@@ -100,7 +98,7 @@ def _join_and_train(
         except BaseException as error:
             # Before the contexts are left: aborting NCCL or ending loader processes may hang.
             note_failure(error, launch.rank, heartbeat)
-            record = exit_record(launch.rank, error, heartbeat.latest.phase, heartbeat.failed_s)
+            record = exit_record(launch.rank, error, heartbeat.failed_s)
             if record.exit_code not in ON_REQUEST:
                 timer.limit_clean_up(record)
             raise

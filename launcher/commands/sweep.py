@@ -25,8 +25,7 @@ from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.parent import preload
 from launcher.launch.worker_count import num_workers, refuse_small_batch, visible_gpus
 from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
-from launcher.os.stdio import write
-from launcher.os.stdio import say
+from launcher.os.stdio import say, write
 from launcher.sweep.asha import Pruner
 from launcher.sweep.launchers import JobLauncher
 from launcher.sweep.launchers.devices import DeviceLauncher, DevicePool

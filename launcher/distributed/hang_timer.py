@@ -262,9 +262,9 @@ class HangTimer:
             faulthandler.dump_traceback(file, all_threads=True)
         text = f"{text} Stacks: {stacks}."
         log.error("rank %d: %s", rank, text)
-        record = ExitRecord(rank, time.time(), text, exit_code, phase=beat.phase, stacks=str(stacks))
+        record = ExitRecord(rank, time.time(), text, exit_code)
         if self._failed is not None:
-            record = replace(self._failed[1], error=text, stacks=str(stacks))
+            record = replace(self._failed[1], error=text)
         elif beat.user_code:  # it would take as long again
             record = replace(record, restart_helps=False)
         if self._heartbeat.exit_records is not None:

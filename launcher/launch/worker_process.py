@@ -79,7 +79,7 @@ def worker_main(work: WorkerSpec, environ: Mapping[str, str]) -> NoReturn:
             set_tcp_timeouts(work.config.launch.hang_timeout_s)
         worker.run(work.config, launch, store, str(launch.restart_count), heartbeat)
     except BaseException as error:
-        record = exit_record(launch.rank, error, heartbeat.latest.phase, heartbeat.failed_s)
+        record = exit_record(launch.rank, error, heartbeat.failed_s)
     else:
         record = exit_record(launch.rank)
     work.heartbeats.exit_records.write(record)

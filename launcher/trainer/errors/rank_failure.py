@@ -14,12 +14,7 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import (
-    SharedExitRecords,
-    StoreExitRecords,
-    failure_of_another,
-    is_secondary,
-)
+from launcher.distributed.exit_records import is_secondary
 from launcher.distributed.heartbeat import Heartbeat, describe
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
@@ -32,8 +27,6 @@ from launcher.telemetry.events import EndEvent
 from launcher.trainer.errors.recipe_errors import IN_LOG, recipe_failure
 from launcher.user_code import innermost, short_traceback, user_location
 
-CAUSE_S = 0.4  # for the rank that was lost to record why; the parent kills the others after half a second
-
 log = logging.getLogger("launcher")
 
 
@@ -43,11 +36,9 @@ def explain_and_report(
     launch: LaunchEnv,
     telemetry: Telemetry,
     heartbeat: Heartbeat,
-    records: SharedExitRecords | StoreExitRecords | None,
 ) -> LauncherError | None:
     """Record that this rank has failed. Returns the error for users, None where it is `error` itself.
 
-    If rank 0 has lost another rank, events and files tell of that one's error, once it stands in `records`.
     Frees what the frames of `error` hold. No context manager: the `__exit__` of one keeps the traceback.
     """
     note_failure(error, launch.rank, heartbeat)
@@ -55,10 +46,7 @@ def explain_and_report(
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
     failure = to_launcher_error(error, launch, logs, describe(heartbeat.latest))
     steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-    told: BaseException = failure or error
-    if launch.rank == 0 and records is not None and is_secondary(error):
-        told = failure_of_another(records, CAUSE_S) or told
-    report_failure(telemetry, steps, run_dir, launch, told)
+    report_failure(telemetry, steps, run_dir, launch, failure or error)
     free_traceback(error)
     return failure
 
