@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -92,6 +91,9 @@ class ConfigBroadcast:
         job = str(self._jobs)
         store = self._send({"arguments": self._arguments, "config": to_dict(config)})
         self._jobs += 1
+        if store is None:
+            self._run_rank(config, self.launch, None, job)
+            return
         self._wait_until_joined(store, config.launch.init_timeout_s)
         set_tcp_timeouts(config.launch.hang_timeout_s)
         failure: Exception | None = None
@@ -100,18 +102,37 @@ class ConfigBroadcast:
         except Exception as error:
             failure = error
             ignore_sigterm_of_torchrun()  # it is sent as soon as another rank has ended
-        own = exit_record(self.launch.rank, failure)
         self.group_broken = True  # unless all ranks record how they have ended
-        records = self._records(store, job, own)
-        self.group_broken = bool(self._missing_ranks) or len({bool(each.error) for each in records}) > 1
-        failed = [each for each in records if each.error]
+        self._raise_first_failure(StoreExitRecords(store, job), failure)
+
+    def _raise_first_failure(self, records: StoreExitRecords, failure: Exception | None) -> None:
+        """Wait for the records of all ranks, and raise what failed first; `failure` is this rank's own."""
+        own = exit_record(self.launch.rank, failure)
+        found, wait_s = [own], seconds_after(own)
+        with ignore_store_errors():  # if it is gone, no more is known than how this rank has ended
+            self._missing_ranks = records.missing(self._others, wait_s)
+            found += records.read(self._others)
+        failed = [each for each in found if each.error]
+        self.group_broken = bool(self._missing_ranks) or 0 < len(failed) < len(found)
+        silent = format_ranks(self._missing_ranks, self.launch.role)
+        if self._missing_ranks and not failed:
+            raise StalledError(
+                f"{silent} did not leave the job within {wait_s:g} s after {self.launch.role} 0 did."
+            )
+        if self._missing_ranks and all(each.is_secondary for each in failed):
+            text = (
+                f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or "
+                f"its machine or the link to it is gone. The connection: {failed[0].error}"
+            )
+            raise JobFailed(text, failed[0].exit_code, failed[0].traceback)
+        if not failed:
+            return
         # The clocks of machines differ: of several errors, that of rank 0 counts where it has one.
-        cause = min(failed, key=lambda each: (each.is_secondary, each is not own, each.time_s), default=own)
-        text = with_rank(cause, records)
-        if failure is not None and (len(records) == 1 or text == own.error):
+        cause = min(failed, key=lambda each: (each.is_secondary, each is not own, each.time_s))
+        text = with_rank(cause, found)
+        if failure is not None and (len(found) == 1 or text == own.error):
             raise failure
-        if cause.error:
-            raise JobFailed(text, cause.exit_code, cause.traceback) from failure
+        raise JobFailed(text, cause.exit_code, cause.traceback) from failure
 
     def with_saved_run_dir(self, config: Config) -> Config:
         """The config with the directory that the job had before torchrun restarted this launch.
@@ -150,10 +171,8 @@ class ConfigBroadcast:
         self._store = self._store or open_store(self.launch, self._init_timeout_s)
         return self._store
 
-    def _wait_until_joined(self, store: dist.Store | None, wait_s: float) -> None:
+    def _wait_until_joined(self, store: dist.Store, wait_s: float) -> None:
         """Raise JobFailed naming the ranks that do not come."""
-        if store is None:
-            return
         self._missing_ranks = missing_ranks(store, "joined/{}", self._others, wait_s)
         if self._missing_ranks:
             silent = format_ranks(self._missing_ranks, self.launch.role)
@@ -163,32 +182,6 @@ class ConfigBroadcast:
                 f"launch.init_timeout_s says how long {self.launch.role} 0 waits."
             )
             raise JobFailed(text, StalledError.exit_code)
-
-    def _records(self, store: dist.Store | None, job: str, own: ExitRecord) -> list[ExitRecord]:
-        """How each rank ended the job, this one first, as far as they have recorded it.
-
-        Raises StalledError if one does not leave, JobFailed if it is the one that this rank has lost.
-        """
-        if store is None:
-            return [own]
-        wait_s = seconds_after(own)
-        records = StoreExitRecords(store, job)
-        with ignore_store_errors():
-            self._missing_ranks = records.missing(self._others, wait_s)
-            found = records.read(self._others)
-            silent = format_ranks(self._missing_ranks, self.launch.role)
-            if self._missing_ranks and own.is_secondary and all(each.is_secondary for each in found):
-                text = (
-                    f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or "
-                    f"its machine or the link to it is gone. The connection: {own.error}"
-                )
-                raise JobFailed(text, own.exit_code, own.traceback)
-            if self._missing_ranks and not own.error:
-                raise StalledError(
-                    f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.role} 0 did."
-                )
-            return [own, *found]
-        return [own]
 
 
 def receive_jobs(
@@ -253,11 +246,10 @@ def _received(
 
 def refuse_other_launch(theirs: Sequence[str], own: Sequence[str], launch: LaunchEnv) -> None:
     """Raise PreflightError where rank 0 was started with other arguments than this rank."""
-    here, there, role = Counter(own), Counter(theirs), launch.role
-    only = (here - there, f"this {role}"), (there - here, f"{role} 0")
-    if differences := [f"only {who} was given {' '.join(words)}" for words, who in only if words]:
+    if sorted(theirs) != sorted(own):
+        role = launch.role
         raise PreflightError(
-            f"{launch.name} and the {role} 0 that it found at {launch.endpoint} are not of one launch: "
-            f"{'; '.join(differences)}. Give all {role}s of a launch the same arguments, and each launch a "
-            "port of its own."
+            f"{launch.name} was given {' '.join(own)}, and the {role} 0 that it found at {launch.endpoint} "
+            f"{' '.join(theirs)}: they are not of one launch. Give all {role}s of a launch the same "
+            "arguments, and each launch a port of its own."
         )

@@ -33,10 +33,8 @@ def test_a_rank_of_another_launch_is_refused_and_the_launch_that_it_met_is_not_d
     (rank0,) = start(FRONT, WORDS, 2, [0])
     (stray,) = start(FRONT, ["recipe=resnet18", "seed=6"], 2, [1])
     assert stray.wait(30) == 3
-    assert (
-        "are not of one launch: only this rank was given seed=6; only rank 0 was given seed=5."
-        in stray.stderr
-    )
+    assert "rank 1 was given recipe=resnet18 seed=6, and the rank 0 that it found at " in stray.stderr
+    assert " recipe=resnet18 seed=5: they are not of one launch." in stray.stderr
     assert stray.stderr.count("\n") == 1, "one sentence"
     (own,) = start(FRONT, WORDS, 2, [1])
     results = ends([rank0, own])
