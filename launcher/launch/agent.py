@@ -48,7 +48,7 @@ class Agent:
     def run(self) -> None:
         """Start all workers and wait until their end has been decided on, again for each restart."""
         for number in itertools.count():
-            first_rank, world_size = self._nodes.next_rendezvous(self._num_workers)
+            first_rank, world_size = self._nodes.next_rendezvous(self._num_workers, self._signals)
             self._work.restart(first_rank)
             processes = self._workers(number, first_rank, world_size)
             group = WorkerGroup(processes, self._work, self._nodes.host)
@@ -56,7 +56,6 @@ class Agent:
                 with signals_blocked():
                     for process in processes:
                         process.start()
-                self._nodes.start_exchange()
                 while (outcome := self._polled(group)) is None:
                     time.sleep(POLL_EVERY_S)
             finally:

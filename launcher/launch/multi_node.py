@@ -18,7 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
 from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.launch.root_cause import DONE, GroupResult, RunFailed, RunOutcome, outcome_of
+from launcher.os.signals import StopSignal
 from launcher.run_dir.codec import decoded, encoded
 
 if TYPE_CHECKING:
@@ -47,24 +48,14 @@ class SingleNode:
     is_node0 = True  # whether this is the parent of rank 0, which decides
     host = ""  # its name in messages, where there are several
 
-    def __init__(self, limits: LaunchConfig) -> None:
-        self._limits = limits
-        self.stop_asked: Callable[[], int | None] = lambda: None  # the signal by which this parent was asked
-
     def __enter__(self) -> SingleNode:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
-    def next_rendezvous(self, num_workers: int) -> tuple[int, int]:
+    def next_rendezvous(self, num_workers: int, signals: StopSignal) -> tuple[int, int]:
         """Begin the next attempt: the lowest rank of this machine's workers, and how many there are."""
         return 0, num_workers
-
-    def start_exchange(self) -> None:
-        """Start the thread after the first fork.
-
-        Later attempts are forked while it runs: it holds no lock that a worker takes.
-        """
 
     def outcome(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         """The outcome on all ranks, once all have ended."""
@@ -78,7 +69,7 @@ class MultiNode(SingleNode):
     """This parent among those of all machines. Statuses are exchanged while it is used as a context."""
 
     def __init__(self, launch: LaunchEnv, store: dist.Store, job: str, limits: LaunchConfig) -> None:
-        super().__init__(limits)
+        self._limits = limits
         self.rank, self._num_nodes = launch.rank, launch.world_size
         self.is_node0, self.host = launch.rank == RANK0, os.uname().nodename
         self._store, self._prefix = store, f"job/{job}/nodes"
@@ -90,25 +81,23 @@ class MultiNode(SingleNode):
         self._last_seen_s = dict.fromkeys(self._others, self._polled_s)
         self._lost_store = False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._exchange, name="statuses of the nodes", daemon=True)
 
     def __enter__(self) -> MultiNode:
         # A connection of its own: a wait of the main thread holds the lock of the other one. Made before any
         # fork: it looks up a name, for which libc takes a lock that a worker forked meanwhile would never see
-        # released.
-        self._connection = self._store.clone()  # type: ignore[attr-defined]
+        # released. Workers are forked while the thread runs: it holds no lock that a worker takes.
+        connection = self._store.clone()  # type: ignore[attr-defined]
+        self._thread = threading.Thread(
+            target=self._exchange, args=(connection,), name="statuses of the nodes", daemon=True
+        )
+        self._thread.start()
         return self
 
-    def start_exchange(self) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
-
     def __exit__(self, *error: object) -> None:
-        self.start_exchange()
         self._over.set()
         self._thread.join(LEAVE_S)
 
-    def next_rendezvous(self, num_workers: int) -> tuple[int, int]:
+    def next_rendezvous(self, num_workers: int, signals: StopSignal) -> tuple[int, int]:
         """Wait for the parents of all machines to begin the next attempt."""
         from torch.distributed import DistError
 
@@ -120,10 +109,10 @@ class MultiNode(SingleNode):
             self._store.set(workers[self.rank], str(num_workers))
             # Waited for in Python: a wait of the store would not see a signal.
             while late := [node for node, key in enumerate(workers) if not self._store.check([key])]:
-                if (stop := self.stop_asked()) is not None:
+                if (stop := signals.stop) is not None:
                     text = "stopped by a signal before the workers started"
                     raise RunFailed(RunOutcome(128 + stop, text))
-                if self._thread.ident is not None:  # before it is started no node has been heard
+                if attempt > 0:  # before that a node is silent while it imports torch
                     self._raise_if_silent(self._others, self._limits.hang_timeout_s)
                 if time.monotonic() > deadline:
                     raise self._node_lost(late)
@@ -152,17 +141,18 @@ class MultiNode(SingleNode):
 
     def _poll_as_node0(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         statuses = {node: self._status_of(node) for node in self._others}
-        missing = [node for node, status in statuses.items() if "group_result" not in status]
-        group_results = [] if own is None else [own]
-        group_results += [
-            decoded(GroupResult, status["group_result"])
-            for status in statuses.values()
+        results = {
+            node: decoded(GroupResult, status["group_result"])
+            for node, status in statuses.items()
             if "group_result" in status
-        ]
-        if len(group_results) == self._num_nodes:
-            return outcome_of(group_results, group.stacks)
+        }
+        missing = [node for node in statuses if node not in results]
+        if own is not None:
+            results[RANK0] = own
+        if len(results) == self._num_nodes:
+            return outcome_of([*results.values()], group.stacks)
         silence_limit_s = self._limits.hang_timeout_s
-        if ends := [result.end for result in group_results if result.end != DONE]:
+        if ends := [result.end for result in results.values() if result.end != DONE]:
             self._status.setdefault("end_workers", ends[0])
             if own is None:
                 group.end_like_other_node(ends[0])
@@ -172,7 +162,7 @@ class MultiNode(SingleNode):
 
     def _poll_as_follower(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         status = self._status_of(RANK0)
-        if self._attempt_of(RANK0) > self._status["attempt"]:
+        if self._statuses.get(RANK0, self._status)["attempt"] > self._status["attempt"]:
             return RunOutcome(RESTART)  # it has begun before its outcome was read
         if published := status.get("outcome"):
             return RunOutcome(**published)
@@ -181,7 +171,7 @@ class MultiNode(SingleNode):
         self._raise_if_silent([RANK0], self._limits.hang_timeout_s if own is None else SILENCE_LIMIT_S)
         return None
 
-    def _raise_if_silent(self, nodes: Sequence[int], silence_limit_s: float) -> None:
+    def _raise_if_silent(self, nodes: Iterable[int], silence_limit_s: float) -> None:
         now = time.monotonic()
         # One without a status imports torch.
         limits = {
@@ -200,22 +190,18 @@ class MultiNode(SingleNode):
             "machine or the link to it is down. To resume, run the same command on all machines."
         )
 
-    def _attempt_of(self, node: int) -> int:
-        return int(self._statuses.get(node, {}).get("attempt", -1))
-
     def _status_of(self, node: int) -> Mapping[str, Any]:
         """The status of the node, if of the present attempt."""
-        is_present = self._attempt_of(node) == self._status["attempt"]
-        return self._statuses[node] if is_present else {}
+        status = self._statuses.get(node, {})
+        return status if status.get("attempt") == self._status["attempt"] else {}
 
-    def _exchange(self) -> None:
+    def _exchange(self, store: dist.Store) -> None:
         """Publish and read statuses, until the end; the last one is published after it."""
         from torch.distributed import DistError
 
         others = [f"{self._prefix}/{node}" for node in self._others]
         before: list[bytes] = [b""] * len(others)
         try:
-            store = self._connection
             set_tcp_timeouts(self._limits.hang_timeout_s)
             beat, over = 0, False
             while not over:

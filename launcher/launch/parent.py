@@ -40,7 +40,7 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
     end kills the workers.
     """
     assert threading.current_thread() is threading.main_thread()
-    heartbeats, nodes = Heartbeats(num_workers), nodes or SingleNode(config.launch)
+    heartbeats, nodes = Heartbeats(num_workers), nodes or SingleNode()
     handled, began = handled_signals(), time.time()
     signals = StopSignal(save_means_stop(config.launch.preempt_signals))
     try:
@@ -53,7 +53,6 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
             if (stop := signals.stop) is not None:
                 text = f"stopped by {stop.name} before the workers started"
                 raise RunFailed(RunOutcome(128 + stop, text))
-            nodes.stop_asked = lambda: signals.stop
             # A file without a name, in memory: other users cannot open it, no full disk can cut its records
             # short, and it is gone with the processes.
             with open(os.memfd_create("launcher-store"), "rb") as store, nodes:

@@ -32,7 +32,12 @@ AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
 class WorkerGroup:
-    """Monitors the workers of one attempt. Call `poll` every fraction of a second."""
+    """Monitors the workers of one attempt. Call `poll` every fraction of a second.
+
+    Their attempt is over in one of three ways. All have ended. Or a deadline has passed, which the first
+    failure, a request to stop, or the end of another machine's workers has set: those left are killed. Or
+    they make no progress: they write their stacks and are stopped.
+    """
 
     def __init__(self, processes: Sequence[BaseProcess], work: WorkerSpec, host: str = "") -> None:
         self._processes, self._work, self._host = processes, work, host
@@ -41,7 +46,6 @@ class WorkerGroup:
         self._is_hanging = False
         self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
-        self._exited: set[int] = set()  # local ranks whose exit has been seen
         self._has_stepped = False
 
     def send(self, number: signal.Signals) -> None:
@@ -60,27 +64,6 @@ class WorkerGroup:
         self._is_hanging = end == HANGING
         self.set_deadline(self._limits.grace_s if end in (STOPPED_ON_REQUEST, HANGING) else ERROR_GRACE_S)
 
-    def poll(self) -> GroupResult | None:
-        """The result once the workers have ended, been killed, or stopped as hanging; None while they run."""
-        if self._group_result is None:
-            self._group_result = self._polled()
-        return self._group_result
-
-    def _polled(self) -> GroupResult | None:
-        now = time.monotonic()
-        if now - self._polled_s > PAUSE_S:
-            self._watched_since_s = now
-        self._polled_s = now
-        for rank, process in enumerate(self._processes):
-            if rank not in self._exited and process.exitcode is not None:
-                self._exited.add(rank)
-                self._record_exit(process.exitcode)
-        if len(self._exited) == len(self._processes) or now >= self._deadline_s:
-            return self._ended()
-        if self._is_hanging or (self._deadline_s == float("inf") and self._is_overdue(now)):
-            return self._hanging()
-        return None
-
     def kill(self) -> None:
         """Kill the workers that are left and what they have started; remove stack files never written to."""
         self.send(signal.SIGKILL)
@@ -94,9 +77,61 @@ class WorkerGroup:
                 if path.stat().st_size == 0:
                     path.unlink()
 
-    def _record_exit(self, exit_code: int) -> None:
-        if exit_code != 0:
-            self.set_deadline(self._limits.grace_s if exit_code in ON_REQUEST else ERROR_GRACE_S)
+    @property
+    def furthest(self) -> HeartbeatRecord:
+        """The heartbeat of the rank that is furthest ahead."""
+        return max(self._work.heartbeats.read(), key=lambda beat: beat.order)
+
+    @property
+    def stacks(self) -> Path:
+        """The files with the stacks of workers that hang."""
+        return self._work.stacks_of(0).with_name("stacks-rank*.txt")
+
+    def poll(self) -> GroupResult | None:
+        """The result once the workers have ended, been killed, or stopped as hanging; None while they run."""
+        if self._group_result is None:
+            self._group_result = self._polled()
+        return self._group_result
+
+    def _polled(self) -> GroupResult | None:
+        now = time.monotonic()
+        if now - self._polled_s > PAUSE_S:
+            self._watched_since_s = now
+        self._polled_s = now
+        exit_codes = [process.exitcode for process in self._processes]
+        for code in filter(None, exit_codes):  # of those that have ended, and not well
+            self.set_deadline(self._limits.grace_s if code in ON_REQUEST else ERROR_GRACE_S)
+        if None not in exit_codes or now >= self._deadline_s:
+            return self._ended()
+        if self._is_hanging or (self._deadline_s == float("inf") and self._is_overdue(now)):
+            return self._hanging()
+        return None
+
+    def _is_overdue(self, now: float) -> bool:
+        every = self._work.heartbeats.read()
+        left = [rank for rank, process in enumerate(self._processes) if process.exitcode is None]
+        if any(self._is_in_user_code(every[rank], self._processes[rank]) for rank in left):
+            self._watched_since_s = now  # for as long as it takes: the others wait for it
+            return False
+        beats = [every[rank] for rank in left]
+        # A rank that evaluates before its first step beats with each batch.
+        done = any(beat.has_stepped or beat.phase in AFTER_A_STEP for beat in beats)
+        # A rank that has exited will take no first step that others could still wait for.
+        self._has_stepped |= done or len(left) < len(self._processes)
+        longest = now - self._watched_since_s
+        if not self._has_stepped:
+            return longest >= self._limits.init_timeout_s
+        return any(
+            min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.hang_timeout_s) for beat in beats
+        )
+
+    def _is_in_user_code(self, beat: HeartbeatRecord, process: BaseProcess) -> bool:
+        """Whether a rank runs user code, for which the parent has no limit.
+
+        The rank's own timer limits it (launch.user_code_timeout_s); a stopped process has no timer, so then
+        launch.hang_timeout_s holds.
+        """
+        return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not _is_stopped(process))
 
     def _ended(self) -> GroupResult:
         results = self._rank_results()
@@ -125,42 +160,6 @@ class WorkerGroup:
         with contextlib.suppress(OSError):
             return place_in_stacks(self._work.stacks_of(rank).read_text(errors="replace"))
         return ""
-
-    @property
-    def furthest(self) -> HeartbeatRecord:
-        """The heartbeat of the rank that is furthest ahead."""
-        return max(self._work.heartbeats.read(), key=lambda beat: beat.order)
-
-    @property
-    def stacks(self) -> Path:
-        """The files with the stacks of workers that hang."""
-        return self._work.stacks_of(0).with_name("stacks-rank*.txt")
-
-    def _is_overdue(self, now: float) -> bool:
-        every = self._work.heartbeats.read()
-        left = [rank for rank in range(len(self._processes)) if rank not in self._exited]
-        if any(self._is_in_user_code(every[rank], self._processes[rank]) for rank in left):
-            self._watched_since_s = now  # for as long as it takes: the others wait for it
-            return False
-        beats = [every[rank] for rank in left]
-        # A rank that evaluates before its first step beats with each batch.
-        done = any(beat.has_stepped or beat.phase in AFTER_A_STEP for beat in beats)
-        # A rank that has exited will take no first step that others could still wait for.
-        self._has_stepped |= done or bool(self._exited)
-        longest = now - self._watched_since_s
-        if not self._has_stepped:
-            return longest >= self._limits.init_timeout_s
-        return any(
-            min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.hang_timeout_s) for beat in beats
-        )
-
-    def _is_in_user_code(self, beat: HeartbeatRecord, process: BaseProcess) -> bool:
-        """Whether a rank runs user code, for which the parent has no limit.
-
-        The rank's own timer limits it (launch.user_code_timeout_s); a stopped process has no timer, so then
-        launch.hang_timeout_s holds.
-        """
-        return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not _is_stopped(process))
 
     def _rank_results(self) -> list[RankResult]:
         beats = self._work.heartbeats.read()

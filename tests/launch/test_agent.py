@@ -27,7 +27,7 @@ def agent_of(run_dir: Path, resume: str) -> Agent:
         checkpoint=replace(config.checkpoint, resume=resume),
     )
     work = WorkerSpec(config, Heartbeats(1), os.getpid(), (), -1)
-    return Agent(work, 1, StopSignal(), SingleNode(config.launch))
+    return Agent(work, 1, StopSignal(), SingleNode())
 
 
 @pytest.mark.parametrize(
