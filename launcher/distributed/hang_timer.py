@@ -171,7 +171,9 @@ class HangTimer:
     def _problem(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """Why this rank is to be ended, with the exit code; None while all is well."""
         if self._failed is not None:
-            return self._slow_clean_up(*self._failed, now)
+            # The error itself, where the main thread has failed and does not come to an end.
+            failed_s, record = self._failed
+            return None if now - failed_s < CLEAN_UP_S else (with_rank(record, [record]), record.exit_code)
         if beat.user_code:
             return self._slow_user_code(beat)
         if self._store is None:
@@ -185,10 +187,6 @@ class HangTimer:
         limit = f"launch.user_code_timeout_s={allowed_s:g} limits how long it may take."
         return f"{self._in_user_code(beat)}. {limit}", StalledError.exit_code
 
-    def _slow_clean_up(self, failed_s: float, record: ExitRecord, now: float) -> Problem | None:
-        """The error itself, where the main thread has failed and does not come to an end."""
-        return None if now - failed_s < CLEAN_UP_S else (with_rank(record, [record]), record.exit_code)
-
     def _no_progress(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """Until the first step all phases together have one limit, from then on each phase has its own."""
         quiet_s = now - self._since_s
@@ -198,8 +196,11 @@ class HangTimer:
             key, limit = "launch.hang_timeout_s", limit_s(beat.phase, self._limits.hang_timeout_s)
         if quiet_s < limit:
             return None
-        text = f"{self._hangs(beat, quiet_s)}{self._place()}.{self._of_another()}"
-        return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
+        text = f"rank {self._launch.rank} hangs: {describe(beat)} for {quiet_s:.0f} s{self._place()}."
+        return (
+            f"{text}{self._of_another()} {key} says how long a rank may be without progress.",
+            StalledError.exit_code,
+        )
 
     def _slow_stop(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """A step that lasts nearly as long as a run that was asked to stop may still take."""
@@ -214,9 +215,6 @@ class HangTimer:
     def _in_user_code(self, beat: HeartbeatRecord) -> str:
         rank, age_s = self._launch.rank, beat.age_s
         return f"rank {rank} has been in the recipe's code for {age_s:.0f} s, {describe(beat)}{self._place()}"
-
-    def _hangs(self, beat: HeartbeatRecord, seconds: float) -> str:
-        return f"rank {self._launch.rank} hangs: {describe(beat)} for {seconds:.0f} s"
 
     def _of_another(self) -> str:
         return " It waits for another rank, whose own output says where that is." if self._waits else ""
@@ -290,7 +288,7 @@ class HangTimer:
         # has written. Other machines may have disks without these files.
         ended = state in ENDED_WELL or (state == failure.state and self._launch.rank != 0)
         if status.exists() and not ended:
-            write_failure(self._run_dir, failure, self._heartbeat.steps_done)
+            write_failure(self._run_dir, failure, self._heartbeat.latest.steps_done)
 
     def _write_to_store(self, record: ExitRecord) -> None:
         """For the other ranks, whose connections break as this one ends."""

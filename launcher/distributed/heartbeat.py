@@ -73,6 +73,11 @@ class HeartbeatRecord:
         """A value to compare two ranks by: the one with the lower value is behind."""
         return self.step, _NUMBERS[self.phase]
 
+    @property
+    def steps_done(self) -> int:
+        """Steps completed by the rank; the one that it is in does not count."""
+        return max(0, self.step - (self.phase in IN_A_STEP))
+
 
 def limit_s(phase: str, hang_timeout_s: float) -> float:
     """How long a rank may stay in a phase. When finishing (plots, uploads) it waits for no other rank."""
@@ -95,11 +100,6 @@ def stop_notice(beat: HeartbeatRecord, steps_ahead: int = 0) -> str:
     in_step = beat.phase in (*STEP_PARTS, "report") and beat.step and beat.has_stepped
     when = f"after step {beat.step + steps_ahead}" if in_step else f"as soon as possible ({describe(beat)})"
     return f"stopping {when}, then saving; Ctrl-C again ends without saving"
-
-
-def steps_done(beat: HeartbeatRecord) -> int:
-    """Steps completed by a rank; the one that it is in does not count."""
-    return max(0, beat.step - (beat.phase in IN_A_STEP))
 
 
 def _beat_of(row: memoryview) -> HeartbeatRecord:
@@ -125,11 +125,6 @@ class Heartbeat:
     def latest(self) -> HeartbeatRecord:
         """Where this rank is, and for how long. May be called from any thread."""
         return _beat_of(self._row)
-
-    @property
-    def steps_done(self) -> int:
-        """Steps completed by this rank; the current one does not count."""
-        return steps_done(self.latest)
 
     @property
     def monitored_by_parent(self) -> bool:
@@ -220,4 +215,4 @@ class Heartbeats:
 
     def steps_done(self) -> int:
         """Steps completed by the rank that is furthest ahead."""
-        return max(map(steps_done, self.read()))
+        return max(beat.steps_done for beat in self.read())

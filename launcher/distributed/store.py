@@ -83,7 +83,7 @@ def _has_agent_store() -> bool:
 
 def _listening(launch: LaunchEnv, port: int) -> int:
     """Descriptor of a socket for the store, bound here because torch's error is a page of C++ frames."""
-    both = _has_ipv6()
+    both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
@@ -93,13 +93,6 @@ def _listening(launch: LaunchEnv, port: int) -> int:
             f"{os.strerror(error.errno or 0)}. If another launch uses it, give this one another port, the "
             f"same for all its {launch.role}s."
         ) from error
-
-
-def _has_ipv6() -> bool:
-    """Whether an interface has an address of IPv6: the kernel may support it and be told not to use it."""
-    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as addresses:
-        return socket.has_dualstack_ipv6() and bool(addresses.read())
-    return False
 
 
 def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:

@@ -40,15 +40,10 @@ def node_env(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchE
         if given(words, "node_rank").isdecimal() and int(rank) > 0:
             raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {USAGE}.")
         return LaunchEnv()
-    if not rank.isdecimal():
+    if not rank.isdecimal() or int(rank) >= int(nnodes):
         raise ConfigError(
-            f"launch.nnodes={nnodes} without launch.node_rank: give launch.node_rank=0 on the machine of "
-            f"launch.rdzv_endpoint, and 1 to {int(nnodes) - 1} on the others."
-        )
-    if int(rank) >= int(nnodes):
-        raise ConfigError(
-            f"launch.node_rank={rank} with launch.nnodes={nnodes}: nodes count from 0, so it must be below "
-            f"{nnodes}. Start one node less, or raise launch.nnodes on all of them."
+            f"launch.nnodes={nnodes} with launch.node_rank={rank or 'auto'}: give launch.node_rank=0 on the "
+            f"machine of launch.rdzv_endpoint, and 1 to {int(nnodes) - 1} on the others."
         )
     tasks = environ.get("SLURM_STEP_NUM_TASKS", nnodes)
     if tasks != nnodes and not given(words, "node_rank"):

@@ -35,14 +35,10 @@ def torchrun_env_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
             "MASTER_PORT": port,
         }
     except KeyError as error:
-        keys = [*error.args, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"]
-        if "MASTER_ADDR" not in environ:
-            keys += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"]
-        missing = dict.fromkeys(key for key in keys if key not in environ)
         raise PreflightError(
             f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']} in the environment, but not "
-            f"{', '.join(missing)}: this task cannot tell its rank. Start it with srun and keep its "
-            "variables, or give launch.nnodes=1 for a run of its own."
+            f"{error.args[0]}: this task cannot tell its rank. Start it with srun and keep its variables, "
+            "or give launch.nnodes=1 for a run of its own."
         ) from None
 
 

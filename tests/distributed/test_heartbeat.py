@@ -44,9 +44,9 @@ def test_a_new_table_and_a_restarted_one_say_starting() -> None:
 def test_a_step_counts_once_it_is_done(phase, done) -> None:
     table = Heartbeats(2)
     heartbeat = table.of(1)
-    assert (heartbeat.steps_done, table.steps_done()) == (0, 0)
+    assert (heartbeat.latest.steps_done, table.steps_done()) == (0, 0)
     heartbeat.beat(phase, 7)
-    assert (heartbeat.steps_done, table.steps_done()) == (done, done)
+    assert (heartbeat.latest.steps_done, table.steps_done()) == (done, done)
 
 
 def test_the_parts_of_a_step_enter_the_phases_that_follow_them() -> None:

@@ -94,8 +94,8 @@ def test_one_machine_has_no_place_among_several(words, environ) -> None:
             "launch.rdzv_endpoint=10.0.0.1: it must be HOST:PORT",
         ),
         (("launch.nnodes=2", "launch.node_rank=0"), {"PET_MASTER_ADDR": "a"}, "launch.rdzv_endpoint=a:: "),
-        (TWO, {}, "launch.nnodes=2 without launch.node_rank: "),
-        ((*TWO, "launch.node_rank=2"), {}, "launch.node_rank=2 with launch.nnodes=2: "),
+        (TWO, {}, "launch.nnodes=2 with launch.node_rank=auto: "),
+        ((*TWO, "launch.node_rank=2"), {}, "launch.nnodes=2 with launch.node_rank=2: "),
         (("launch.node_rank=1",), {}, "launch.node_rank=1 without launch.nnodes: "),
     ],
 )

@@ -50,10 +50,8 @@ def test_no_other_process_in_a_job_is_one(environ) -> None:
     assert torchrun_env_from_slurm(environ) == {}
 
 
-def test_a_task_without_its_variables_is_refused_with_their_names() -> None:
+def test_a_task_without_its_variables_is_refused_with_the_name_of_one() -> None:
     lacking = {key: value for key, value in TASK.items() if key != "SLURM_GTIDS"}
-    with pytest.raises(PreflightError, match=r"not .*PROCID, .*LOCALID, .*GTIDS.*STEP_ID, .*NODELIST:"):
-        torchrun_env_from_slurm({"SLURM_STEP_NUM_TASKS": "2"})
     with pytest.raises(PreflightError, match="not SLURM_GTIDS"):
         torchrun_env_from_slurm(lacking)
 

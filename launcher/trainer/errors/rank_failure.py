@@ -45,7 +45,7 @@ def explain_and_report(
     run_dir = Path(config.run.dir)
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
     failure = to_launcher_error(error, launch, logs, describe(heartbeat.latest))
-    steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
+    steps = max(telemetry.step, heartbeat.latest.steps_done)  # events come every few steps only
     report_failure(telemetry, steps, run_dir, launch, failure or error)
     free_traceback(error)
     return failure
