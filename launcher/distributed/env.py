@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launcher.errors import PreflightError, listed
+from launcher.errors import listed
 
 if TYPE_CHECKING:
     import torch
@@ -62,36 +62,22 @@ class LaunchEnv:
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
         """Read RANK, WORLD_SIZE, LOCAL_RANK, ...; without RANK this process is alone.
 
-        Raises PreflightError for variables that contradict each other.
+        Raises KeyError or ValueError for one that is missing or no number.
         """
         if "RANK" not in environ:
             # RANK alone decides, whatever else a scheduler has set.
             return cls()
-        launch = cls(
-            rank=_number(environ, "RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK", "0"),
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", "1"),
-            restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+        micro_batch = environ.get(MICRO_BATCH)
+        return cls(
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", 0)),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+            restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             has_external_launcher=True,
-            micro_batch=_number(environ, MICRO_BATCH) if environ.get(MICRO_BATCH) else None,
+            micro_batch=int(micro_batch) if micro_batch else None,
         )
-        if launch.rank >= launch.world_size:
-            raise PreflightError(
-                f"RANK={launch.rank} with WORLD_SIZE={launch.world_size}: ranks count from 0."
-            )
-        return launch
-
-
-def _number(environ: Mapping[str, str], key: str, default: str | None = None) -> int:
-    text = environ.get(key, default)
-    if text is None or not text.isdecimal():
-        raise PreflightError(
-            f"{key}={text!r} in the environment, but RANK is set, so {key} must be a whole number. Start "
-            "with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
-        )
-    return int(text)
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,14 @@ class HangTimer:
         self._failed: tuple[float, ExitRecord] | None = None
         self._stopped: tuple[float, signal.Signals] | None = None
         self._over = threading.Event()
-        self._pipe = (-1, -1)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> HangTimer:
+        # Wakes the hang timer. Python accepts only a descriptor that does not block for signal numbers.
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not self._heartbeat.monitored_by_parent:  # else the parent answers signals
-            # Python accepts only a descriptor that does not block for signal numbers.
-            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._answers = is_main and not self._heartbeat.monitored_by_parent  # else the parent answers signals
+        if self._answers:
             _reset_wakeup_in_forks()
             self._woken_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # A separate connection: a wait of the main thread holds the lock of the other one.
@@ -112,14 +112,13 @@ class HangTimer:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self._pipe[1] >= 0:
+        if self._answers:
             signal.set_wakeup_fd(self._woken_before)
-            os.write(self._pipe[1], b"\0")  # wakes the thread
+        os.write(self._pipe[1], b"\0")
         for thread in self._threads:
             thread.join(LEAVE_S)  # longer if the store is silent: it ends by itself
-        if self._pipe[1] >= 0:
-            for descriptor in self._pipe:
-                os.close(descriptor)
+        for descriptor in self._pipe:
+            os.close(descriptor)
 
     def limit_clean_up(self, record: ExitRecord) -> None:
         """End this rank with the error of `record` unless the context is left soon: NCCL may hang."""
@@ -154,9 +153,6 @@ class HangTimer:
 
     def _wait_for_signals(self) -> None:
         """Wait for the next poll. Answers a request to stop at once, while the main thread may be in C."""
-        if self._pipe[0] < 0:
-            self._over.wait(POLL_EVERY_S)
-            return
         select.select([self._pipe[0]], [], [], POLL_EVERY_S)
         stops = (*STOPPING, *(SAVING if save_means_stop(self._limits.preempt_signals) else ()))
         with contextlib.suppress(BlockingIOError):  # there were none

@@ -53,12 +53,9 @@ def failure_of_nccl(error: BaseException, rank: int) -> LauncherError | None:
     if not (isinstance(error, RuntimeError) and is_local(text)):
         return None
     said = " ".join(text.rpartition(LAST_OF_NCCL)[2].split()).rstrip(".")
-    shm = shm_hint()
-    if "/dev/shm" in said or "shared memory" in said:
-        return PreflightError(
-            f"rank {rank}: NCCL could not allocate shared memory: {said}. {shm or DEBUG_HINT}"
-        )
-    failure = UnexpectedError(f"rank {rank}: NCCL failed: {said}. {f'{shm} ' if shm else ''}{DEBUG_HINT}")
+    lacks_memory = "/dev/shm" in said or "shared memory" in said
+    kind = PreflightError if lacks_memory else UnexpectedError
+    failure = kind(f"rank {rank}: NCCL failed: {said}. {shm_hint() or DEBUG_HINT}")
     failure.traceback = short_traceback(error)
     return failure
 

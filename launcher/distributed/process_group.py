@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.errors import PreflightError, counted, described
+from launcher.errors import described
 from launcher.os.torch_build import refuse_unusable_driver
 
 if TYPE_CHECKING:
@@ -97,12 +97,6 @@ def _device(launch: LaunchEnv) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if launch.local_rank >= count > 1:
-        raise PreflightError(
-            f"rank {launch.rank} is number {launch.local_rank} on this machine, which has "
-            f"{counted(count, 'GPU')}. Start at most {count} processes per machine "
-            f"(torchrun --nproc-per-node={count})."
-        )
     device = torch.device("cuda", launch.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device

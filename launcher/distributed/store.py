@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launcher.distributed.env import LaunchEnv, is_port
+from launcher.distributed.env import LaunchEnv
 from launcher.errors import PreflightError, StalledError, first_sentence
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
         return None
     import torch.distributed as dist
 
-    address, port = _meeting_place(launch)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
     try:
         if _has_agent_store():
@@ -65,16 +65,6 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     # A store of rank 0's own is new in each attempt. A torchrun that joined later has counted fewer of them.
     attempt = launch.restart_count if _has_agent_store() else 0
     return dist.PrefixStore(f"launcher/{launch.run_id}/{attempt}", store)
-
-
-def _meeting_place(launch: LaunchEnv) -> tuple[str, int]:
-    for key in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(key):
-            raise PreflightError(f"{key} is not set, so {launch.name} cannot find the others.")
-    port = os.environ["MASTER_PORT"]
-    if not is_port(port):
-        raise PreflightError(f"MASTER_PORT={port!r} in the environment must be a port: 1 to 65535.")
-    return os.environ["MASTER_ADDR"], int(port)
 
 
 def _has_agent_store() -> bool:

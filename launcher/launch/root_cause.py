@@ -69,8 +69,7 @@ class GroupResult:
 
     results: Sequence[RankResult]
     stop: int = 0  # the signal by which this machine's parent was asked to stop
-    hanging: bool = False  # some have shown no sign of life for too long
-    limit: str = ""  # the config key that says how long, where these ranks have exceeded it
+    limit: str = ""  # the config key of the limit, where they were stopped for lack of progress
 
     @property
     def end(self) -> str:
@@ -78,7 +77,7 @@ class GroupResult:
         codes = {result.exit_code for result in self.results}
         if codes == {0}:
             return DONE
-        return HANGING if self.hanging else STOPPED_ON_REQUEST if codes <= {0, *ON_REQUEST} else FAILED
+        return HANGING if self.limit else STOPPED_ON_REQUEST if codes <= {0, *ON_REQUEST} else FAILED
 
 
 class RunFailed(LauncherError):
@@ -97,11 +96,10 @@ def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome
         (result for group_result in group_results for result in group_result.results),
         key=lambda result: result.rank,
     )
-    if any(group_result.hanging for group_result in group_results):
+    if limit := max(group_result.limit for group_result in group_results):
         outcome = hang_outcome(results)
-        limit = next((group_result.limit for group_result in group_results if group_result.limit), "")
-        key = f". {limit} says how long a rank may be without progress" if limit else ""
-        outcome = replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}{key}")
+        text = f"{outcome.text}; stacks of all ranks: {stacks}"
+        outcome = replace(outcome, text=f"{text}. {limit} says how long a rank may be without progress")
     else:
         outcome = find_root_cause(results)
     return replace(outcome, stop=max(group_result.stop for group_result in group_results))
@@ -113,7 +111,9 @@ def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
     if blamed.died_without_record:
         return _outcome_without_record(blamed)
     if record := blamed.failure:
-        text = _said_by(record, results)
+        records = [result.record for result in results if result.record is not None]
+        is_alone = len(results) == 1 and not record.is_secondary
+        text = record.error if is_alone else with_rank(record, records)
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
         outcome = RunOutcome(
@@ -161,14 +161,6 @@ def hang_outcome(results: Sequence[RankResult]) -> RunOutcome:
         for result in waited_for
     )
     return RunOutcome(STALLED, "; ".join(hanging))
-
-
-def _said_by(cause: ExitRecord, results: Sequence[RankResult]) -> str:
-    """The error of a rank, without its number if other ranks have raised the same one."""
-    if len(results) == 1 and not cause.is_secondary:
-        of_rank, error = f"rank {cause.rank} ", cause.error
-        return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
-    return with_rank(cause, [result.record for result in results if result.record is not None])
 
 
 def _outcome_without_record(result: RankResult) -> RunOutcome:

@@ -153,7 +153,7 @@ class WorkerGroup:
         self.send(signal.SIGSTOP)
         limit = "launch.hang_timeout_s" if self._has_stepped else "launch.init_timeout_s"
         results = [replace(each, place=self._place_of(each.rank)) for each in results]
-        return GroupResult(results, hanging=True, limit="" if self._is_hanging else limit)
+        return GroupResult(results, limit=limit)
 
     def _place_of(self, rank: int) -> str:
         """The line of the user's that a rank is in, by the stacks that it has written."""

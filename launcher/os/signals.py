@@ -125,25 +125,15 @@ def _restore_in_forks() -> None:
     """Take the handlers of this module from forked children: they would swallow what is to end a child.
 
     `multiprocessing.Pool.terminate` sends SIGTERM and waits. A request to save is not for them: ignored.
-    The signals are blocked during a fork, because one that reached a child before its handlers are restored
-    would be swallowed too, and the pool would wait forever.
     """
-    masks = threading.local()  # of the threads that are forking
-
-    def block() -> None:
-        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def restore() -> None:
         for number in HANDLED:
             if isinstance(getattr(signal.getsignal(number), "__self__", None), StopSignal):
                 usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, signal.SIG_IGN if number in SAVING else usual)
-        unblock()
 
-    os.register_at_fork(before=block, after_in_child=restore, after_in_parent=unblock)
+    os.register_at_fork(after_in_child=restore)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import torch
 
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.process_group import _device
-from launcher.errors import PreflightError
 
 TORCHRUN = {
     "RANK": "3",
@@ -52,25 +51,6 @@ def test_a_plain_scheduler_sets_less() -> None:
     assert LaunchEnv.from_environ({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchEnv(1, 2, 0, 1, 0, "none", True)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"RANK": "x"}, "RANK='x'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
-        ({"RANK": "8"}, "RANK=8 with WORLD_SIZE=8"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-    ],
-)
-def test_variables_that_make_no_sense_are_refused(change, message) -> None:
-    with pytest.raises(PreflightError, match=message):
-        LaunchEnv.from_environ(TORCHRUN | change)
-
-
-def test_missing_world_size_is_refused() -> None:
-    with pytest.raises(PreflightError, match="WORLD_SIZE=None"):
-        LaunchEnv.from_environ({"RANK": "0"})
-
-
 def test_importing_it_imports_no_torch() -> None:
     code = "import launcher.distributed.process_group, launcher.errors, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -99,9 +79,3 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
 def test_a_rank_takes_its_gpu_or_the_only_one_it_sees(monkeypatch, uuids, local_rank, device) -> None:
     see_gpus(monkeypatch, *uuids)
     assert _device(LaunchEnv(local_rank, 4, local_rank, 4, has_external_launcher=True)) == device
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch) -> None:
-    see_gpus(monkeypatch, "a", "b")
-    with pytest.raises(PreflightError, match=r"number 2 on this machine, which has 2 GPU"):
-        _device(LaunchEnv(2, 3, 2, 3, has_external_launcher=True))
