@@ -11,18 +11,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+Capability = tuple[int, int]  # CUDA's compute capability: (7, 0) is a V100
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from launcher.os.torch_build import Capability, choose  # noqa: E402
-
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 BUILD_FILE = Path(sys.prefix) / "torch-backend"  # written after a complete installation
-DEFAULT = "default"  # the build in the package index
+DEFAULT = "default"  # the build in the package index: of torch 2.11 to 2.14 that for CUDA 13
+# uv's name of the build for older drivers and GPUs, and the oldest of both that the default one runs on. From
+# torch's support matrix: pytorch#175253, #178665, #190355.
+OLDER_BUILD, OLDEST_DRIVER, OLDEST_GPU = "cu126", 580, (7, 5)
 # pip's option: uv's variable for it
 UV_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -67,7 +68,20 @@ def torch_backend(environ: Mapping[str, str]) -> tuple[str, str]:
     if by_hand := environ.get("TORCH_BACKEND"):
         return by_hand, "asked for by TORCH_BACKEND"
     backend, reason = choose(*installed_gpus())
-    return backend or DEFAULT, f"{reason} (TORCH_BACKEND=... chooses another)"
+    return backend, f"{reason} (TORCH_BACKEND=... chooses another)"
+
+
+def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str, str]:
+    """The build for GPUs of these capabilities under the driver of this version, and why."""
+    if not capabilities:
+        return DEFAULT, "no NVIDIA GPU found"
+    oldest = min(capabilities)
+    found = f"driver {driver}, compute capability {oldest[0]}.{oldest[1]}"
+    if driver is not None and int(driver.split(".")[0]) < OLDEST_DRIVER:
+        return OLDER_BUILD, f"{found}; the build for CUDA 13 needs driver {OLDEST_DRIVER}"
+    if oldest < OLDEST_GPU:
+        return OLDER_BUILD, f"{found}; the build for CUDA 13 has no kernels for it"
+    return DEFAULT, found
 
 
 def installed_gpus() -> tuple[str | None, list[Capability]]:

@@ -1,6 +1,6 @@
-"""Which build of torch runs on which GPU: the choice at set-up, and the checks before a run.
+"""Whether this torch and the driver of the GPUs fit, so that a run does not train on the CPU by mistake.
 
-Imports only the standard library, because set-up runs before torch is installed.
+Owns what CUDA's driver is asked without torch. Imports no torch until it is asked about it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from launcher.errors import PreflightError, counted
@@ -17,30 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 Capability = tuple[int, int]  # CUDA's compute capability: (7, 0) is a V100
-# The default build of torch 2.11 to 2.14 is for CUDA 13; cu126 is the one for older drivers and GPUs. From
-# torch's support matrix: pytorch#175253, #178665, #190355.
-OLDER_BUILD, OLDEST_DRIVER, OLDEST_GPU = "cu126", 580, (7, 5)
 NO_DEVICE = 100  # the one CUresult by which the driver says that there is no GPU, or that all are hidden
 HIDE = "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
-
-
-def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str | None, str]:
-    """uv's name of the build of torch for a machine, None for the default one, and why.
-
-    Args:
-        driver: the version that nvidia-smi reports, such as "550.54.15"; None if it is new enough.
-        capabilities: the compute capability of each GPU.
-    """
-    if not capabilities:
-        return None, "no NVIDIA GPU found"
-    kinds = ", ".join(dotted(each) for each in sorted(set(capabilities)))
-    found = f"compute capability {kinds}" + (f", driver {driver}" if driver else "")
-    default = "the default build (CUDA 13)"
-    if driver is not None and int(driver.split(".")[0]) < OLDEST_DRIVER:
-        return OLDER_BUILD, f"{found}; driver {driver} is older than {OLDEST_DRIVER}, which {default} needs"
-    if min(capabilities) < OLDEST_GPU:
-        return OLDER_BUILD, f"{found}; {default} has no kernels for {dotted(min(capabilities))}"
-    return None, found
 
 
 def refuse_unusable_driver(rank: int, device: torch.device) -> None:

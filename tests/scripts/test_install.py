@@ -105,6 +105,8 @@ def test_an_environment_that_is_a_link_to_that_of_another_clone_is_not_emptied(c
     ("report", "backend"),
     [
         ("550.54.15, 7.0\r\n550.54.15, 7.0", "cu126"),  # V100
+        ("580.65.06, 7.0\n580.65.06, 9.0", "cu126"),
+        ("525.60.13, 8.9", "cu126"),
         ("580.65.06, 9.0", "default"),
         ("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "default"),
     ],
