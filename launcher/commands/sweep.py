@@ -218,7 +218,6 @@ def run_in_place(
             how = "stopped" if stopped else "failed"
             say(f"sweep: job {started} of {len(placed)} {how}", sys.stderr)
             exit_codes.append(report_failure_of_job(error))
-            # In parent mode a rank that is lost is a RunFailed.
             group_broken = broadcast.group_broken or isinstance(error, errors.StalledError)
             if stopped or group_broken:
                 break

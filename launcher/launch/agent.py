@@ -19,11 +19,12 @@ from pathlib import Path
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
 from launcher.distributed.env import MICRO_BATCH
+from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.heartbeat import stop_notice
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError, counted
 from launcher.launch.multi_node import RESTART, SingleNode
 from launcher.launch.restart_policy import RestartPolicy
-from launcher.launch.root_cause import SAVED, RunFailed, RunOutcome
+from launcher.launch.root_cause import SAVED, RunOutcome
 from launcher.launch.worker_count import count_gpus
 from launcher.launch.worker_group import WorkerGroup
 from launcher.launch.worker_process import WorkerSpec, worker_main
@@ -119,7 +120,7 @@ class Agent:
 
     def _restart_or_raise(self, outcome: RunOutcome) -> None:
         if not self._nodes.is_node0:
-            raise RunFailed(outcome)  # as node 0 has decided
+            raise outcome.error()  # as node 0 has decided
         newest = self._newest_step()
         if outcome.exit_code in ON_REQUEST or outcome.stop:
             raise self._stop_error(outcome, newest)
@@ -141,14 +142,13 @@ class Agent:
             # It was killed after that, such as while results were uploaded.
             again = overrides_to_resume(self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
-            return RunFailed(RunOutcome(SAVED, text))
+            return JobFailed(text, SAVED)
         if outcome.exit_code == 128 + stop:  # a rank that ended at once, and has said so
-            return RunFailed(outcome)
+            return outcome.error()
         when = "after the last checkpoint" if is_saved else "before a checkpoint could be written"
         text = f"stopped by {stop.name} {when}: {outcome.text}"
-        return RunFailed(
-            RunOutcome(128 + stop, text, f"{outcome.hint} {self._how_to_resume(newest)}".lstrip())
-        )
+        hint = f"{outcome.hint} {self._how_to_resume(newest)}".lstrip()
+        return replace(outcome, exit_code=128 + stop, text=text, hint=hint).error()
 
     def _how_to_resume(self, newest: int) -> str:
         if newest:

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
+from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
-from launcher.launch.root_cause import DONE, GroupResult, RunFailed, RunOutcome, outcome_of
+from launcher.launch.root_cause import DONE, GroupResult, RunOutcome, outcome_of
 from launcher.os.signals import StopSignal
 from launcher.run_dir.codec import decoded, encoded
 
@@ -110,8 +111,7 @@ class MultiNode(SingleNode):
             # Waited for in Python: a wait of the store would not see a signal.
             while late := [node for node, key in enumerate(workers) if not self._store.check([key])]:
                 if (stop := signals.stop) is not None:
-                    text = "stopped by a signal before the workers started"
-                    raise RunFailed(RunOutcome(128 + stop, text))
+                    raise JobFailed(f"stopped by {stop.name} before the workers started", 128 + stop)
                 if attempt > 0:  # before that a node is silent while it imports torch
                     self._raise_if_silent(self._others, self._limits.hang_timeout_s)
                 if time.monotonic() > deadline:

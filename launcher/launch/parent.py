@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.schema import Config
+from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import ON_REQUEST, LauncherError
 from launcher.launch.multi_node import SingleNode
-from launcher.launch.root_cause import RunFailed, RunOutcome
 from launcher.os.signals import (
     StopSignal,
     handled_signals,
@@ -34,8 +34,8 @@ from launcher.run_dir.status import FILE_NAME, state_since
 def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = None) -> None:
     """Run one job on so many workers of this machine, one of `nodes`; returns when it is done.
 
-    Raises a LauncherError with exit code 75 if the run was stopped and saved (PreemptedError, or RunFailed
-    when rank 0 died after saving), NoProgressError if it crashes repeatedly, and RunFailed with the failure's
+    Raises a LauncherError with exit code 75 if the run was stopped and saved (PreemptedError, or JobFailed
+    when rank 0 died after saving), NoProgressError if it crashes repeatedly, and JobFailed with the failure's
     exit code otherwise; `status.json` and `result.json` record the same. Call it from the main thread, whose
     end kills the workers.
     """
@@ -51,8 +51,7 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
             from launcher.launch.worker_process import WorkerSpec
 
             if (stop := signals.stop) is not None:
-                text = f"stopped by {stop.name} before the workers started"
-                raise RunFailed(RunOutcome(128 + stop, text))
+                raise JobFailed(f"stopped by {stop.name} before the workers started", 128 + stop)
             # A file without a name, in memory: other users cannot open it, no full disk can cut its records
             # short, and it is gone with the processes.
             with open(os.memfd_create("launcher-store"), "rb") as store, nodes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from launcher.errors import NoProgressError, ReplicaError
-from launcher.launch.root_cause import STALLED, UNEXPECTED, RunFailed, RunOutcome
+from launcher.launch.root_cause import STALLED, UNEXPECTED, RunOutcome
 
 RECOVERABLE = frozenset({UNEXPECTED, STALLED, ReplicaError.exit_code})
 # Attempts in a row that crash without a new checkpoint: two may be bad luck, a third is the run itself.
@@ -29,7 +29,7 @@ class RestartPolicy:
 
         `advice` ends the error where a restart might help but is not allowed.
 
-        Raises if no further one is allowed: RunFailed, or NoProgressError after three attempts in a row
+        Raises if no further one is allowed: JobFailed, or NoProgressError after three attempts in a row
         that have published no new checkpoint. One that is restarted with half the micro-batch is not the
         same again, so it counts as progress; the size, which halves, bounds how often.
         """
@@ -40,9 +40,9 @@ class RestartPolicy:
         if can_help is None:
             can_help = outcome.exit_code in RECOVERABLE
         if not can_help:
-            raise RunFailed(outcome)
+            raise outcome.error()
         if self.used == self.allowed and self.restarts_without_progress < MOST_WITHOUT_PROGRESS:
-            raise RunFailed(replace(outcome, hint=f"{outcome.hint} {advice}".strip()))
+            raise replace(outcome, hint=f"{outcome.hint} {advice}".strip()).error()
         if self.restarts_without_progress == MOST_WITHOUT_PROGRESS:
             error = NoProgressError(
                 f"the workers were started {MOST_WITHOUT_PROGRESS} times in a row and have failed each time "

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.distributed.exit_records import ExitRecord, with_rank
+from launcher.distributed.exit_records import ExitRecord, JobFailed, with_rank
 from launcher.distributed.heartbeat import HeartbeatRecord, describe
-from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
+from launcher.errors import ON_REQUEST, PreemptedError, StalledError
 
 # How the ranks of a machine have ended.
 DONE, STOPPED_ON_REQUEST, FAILED, HANGING = "done", "stopped_on_request", "failed", "hanging"
@@ -62,6 +62,11 @@ class RunOutcome:
     crashed: bool = False  # by itself: no rank was killed from outside, or has only lost another one
     stop: int = 0  # the signal by which the run was asked to stop, on whichever machine
 
+    def error(self) -> JobFailed:
+        """The error that ends the run."""
+        text = f"{self.text.removesuffix('.')}. {self.hint}" if self.hint else self.text
+        return JobFailed(text, self.exit_code, self.traceback)
+
 
 @dataclass(frozen=True)
 class GroupResult:
@@ -78,16 +83,6 @@ class GroupResult:
         if codes == {0}:
             return DONE
         return HANGING if self.limit else STOPPED_ON_REQUEST if codes <= {0, *ON_REQUEST} else FAILED
-
-
-class RunFailed(LauncherError):
-    """The workers of a run have ended without a result."""
-
-    def __init__(self, outcome: RunOutcome) -> None:
-        text = outcome.text
-        super().__init__(f"{text.removesuffix('.')}. {outcome.hint}" if outcome.hint else text)
-        self.exit_code = outcome.exit_code
-        self.traceback = outcome.traceback
 
 
 def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome:

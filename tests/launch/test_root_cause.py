@@ -116,17 +116,17 @@ def fate_of(restarts: RestartPolicy, outcome: RunOutcome, newest_step: int) -> s
 
 @pytest.mark.parametrize("exit_code", range(1, 11))
 def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
-    expected = "restart" if exit_code in (1, 6, 9) else f"RunFailed {exit_code}"
+    expected = "restart" if exit_code in (1, 6, 9) else f"JobFailed {exit_code}"
     assert fate_of(RestartPolicy(3), RunOutcome(exit_code, "it failed"), 0) == expected
 
 
 @pytest.mark.parametrize(
     ("allowed", "before", "steps", "expected"),
     [
-        (1, 0, [0, 0], ["restart", "RunFailed 1"]),
+        (1, 0, [0, 0], ["restart", "JobFailed 1"]),
         (2, 0, [0, 0, 0], ["restart", "restart", "NoProgressError 10"]),
         (50, 0, [0, 0, 100, 100, 100, 100], [*["restart"] * 5, "NoProgressError 10"]),
-        (4, 0, [1, 2, 3, 4, 5], [*["restart"] * 4, "RunFailed 1"]),
+        (4, 0, [1, 2, 3, 4, 5], [*["restart"] * 4, "JobFailed 1"]),
     ],
 )
 def test_three_attempts_without_a_new_checkpoint_end_a_run(allowed, before, steps, expected) -> None:
@@ -135,7 +135,7 @@ def test_three_attempts_without_a_new_checkpoint_end_a_run(allowed, before, step
 
 
 @pytest.mark.parametrize(
-    ("restart_helps", "code", "expected"), [(False, 1, "RunFailed 1"), (True, 7, "restart")]
+    ("restart_helps", "code", "expected"), [(False, 1, "JobFailed 1"), (True, 7, "restart")]
 )
 def test_an_error_may_say_whether_a_restart_helps(restart_helps, code, expected) -> None:
     """That of the recipe's code does not, a loader process that was killed does."""
