@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.errors import described
-from launcher.os.torch_build import refuse_unusable_driver
+from launcher.os.cuda_driver import refuse_unusable_driver
 
 if TYPE_CHECKING:
     import torch

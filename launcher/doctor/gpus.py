@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
 from launcher.errors import counted
-from launcher.os.torch_build import ask_driver, dotted, refuse_unusable_driver
+from launcher.os.cuda_driver import ask_driver, dotted, refuse_unusable_driver
 from launcher.telemetry.gpu.devices import Gpu, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
 

@@ -15,7 +15,7 @@ from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
-from launcher.os.torch_build import Driver, ask_driver, refuse_failed_driver
+from launcher.os.cuda_driver import Driver, ask_driver, refuse_failed_driver
 
 PET_WORKERS = "PET_NPROC_PER_NODE"  # of torchrun; Kubeflow Trainer sets it
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.doctor import gpus
 from launcher.doctor.findings import FAILURE, OK, WARNING, Finding
-from launcher.os.torch_build import Driver
+from launcher.os.cuda_driver import Driver
 from launcher.telemetry.gpu.devices import Gpu
 from launcher.telemetry.gpu.readings import GpuLostError
 

@@ -10,7 +10,7 @@ import torch
 
 from launcher.errors import PreflightError
 from launcher.launch import worker_count
-from launcher.os.torch_build import refuse_unusable_driver
+from launcher.os.cuda_driver import refuse_unusable_driver
 
 LIBCUDA = """
 void _exit(int code);
