@@ -6,7 +6,6 @@ Owns the flags of the command and who it asks: the config, the number of devices
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 
@@ -38,7 +37,7 @@ def plan(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     if request.multirun:
         raise ConfigError("plan -m: plan is about one run. Leave -m out, and give each key one value.")
     (config,) = compose_jobs(request)
-    launch = planned_launch(config.launch, broadcast.launch, os.environ)
+    launch = planned_launch(config.launch, broadcast.launch)
     refuse_small_batch(config, launch)
     world_size = num_ranks(config.launch, launch)
     rates: list[float] = arguments.flags.get("--rates", [])

@@ -33,9 +33,8 @@ def node_env(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchE
     `words` are overrides. Sets MASTER_ADDR and MASTER_PORT in `environ`, where the parents meet. Raises
     ConfigError for a number of machines without the place of this one, or without an endpoint.
     """
-    # PET_* are variables of torchrun, which Kubeflow Trainer sets; Slurm numbers the nodes of a step.
-    nnodes = given(words, "nnodes") or environ.get("PET_NNODES", "")
-    rank = given(words, "node_rank") or environ.get("PET_NODE_RANK") or environ.get("SLURM_NODEID", "")
+    nnodes = given(words, "nnodes")
+    rank = given(words, "node_rank") or environ.get("SLURM_NODEID", "")
     if not nnodes.isdecimal() or int(nnodes) < 2:
         if given(words, "node_rank").isdecimal() and int(rank) > 0:
             raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {USAGE}.")
@@ -55,23 +54,20 @@ def node_env(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchE
     return LaunchEnv(rank=int(rank), world_size=int(nnodes), role=NODE)
 
 
-def planned_launch(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> LaunchEnv:
+def planned_launch(wish: LaunchConfig, launch: LaunchEnv) -> LaunchEnv:
     """The launch of a run that is not started: node 0 of as many machines as `node_env` would find.
 
     Without the endpoint and the number of this machine, which only a run needs.
     """
-    nnodes = environ.get("PET_NNODES", "") if wish.nnodes == "auto" else str(wish.nnodes)
-    if launch.has_external_launcher or not nnodes.isdecimal() or int(nnodes) < 2:
+    if launch.has_external_launcher or wish.nnodes in ("auto", 1):
         return launch
-    return LaunchEnv(world_size=int(nnodes), role=NODE)
+    return LaunchEnv(world_size=int(wish.nnodes), role=NODE)
 
 
 def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
     """Address and port at which the machines meet. Raises ConfigError where they are not given."""
     endpoint = given(words, "rdzv_endpoint")
-    if not endpoint and "PET_MASTER_ADDR" in environ:
-        endpoint = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '')}"
-    elif not endpoint and "SLURM_STEP_NODELIST" in environ:
+    if not endpoint and "SLURM_STEP_NODELIST" in environ:
         endpoint = ":".join(slurm.endpoint(environ))
     address, _, port = endpoint.rpartition(":")
     if not address or not is_port(port):

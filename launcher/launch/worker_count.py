@@ -17,7 +17,6 @@ from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
 from launcher.os.cuda_driver import Driver, ask_driver, refuse_failed_driver
 
-PET_WORKERS = "PET_NPROC_PER_NODE"  # of torchrun; Kubeflow Trainer sets it
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
 
 
@@ -35,17 +34,14 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
             )
         return None
     num_gpus = count_gpus()
-    key, asked = "launch.nproc", str(wish.nproc)
-    if asked == "auto":
-        key, asked = PET_WORKERS, os.environ.get(PET_WORKERS, "")
-    if asked.isdecimal() and int(asked) > 0:  # PET_WORKERS may also be "gpu" or "auto"
-        if num_gpus and int(asked) > num_gpus:
+    if wish.nproc != "auto":
+        if num_gpus and wish.nproc > num_gpus:
             raise PreflightError(
-                f"{key}={asked} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
-                f"process may use. Ask for at most {num_gpus}, or hide them with "
-                "CUDA_VISIBLE_DEVICES= to train on the CPU."
+                f"launch.nproc={wish.nproc} asks for more workers than the {counted(num_gpus, 'GPU')} that "
+                f"this process may use. Ask for at most {num_gpus}, or hide them with CUDA_VISIBLE_DEVICES= "
+                "to train on the CPU."
             )
-        return int(asked)
+        return wish.nproc
     if not num_gpus and (workers_of_script := os.environ.get(CPU_WORKERS)):
         return int(workers_of_script)
     return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None

@@ -25,21 +25,13 @@ STEP = {
     "SLURM_STEP_NODELIST": "gpu[001-002]",
     "SLURM_STEP_NUM_TASKS": "2",
 }
-PET = {
-    "PET_NNODES": "2",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "trainer-node-0-0",
-    "PET_MASTER_PORT": "29400",
-}
 
 
 @pytest.mark.parametrize(
     ("words", "environ", "rank", "place"),
     [
         ((*TWO, "launch.node_rank=1"), {}, 1, "10.0.0.1:29500"),
-        ((*TWO, "launch.node_rank=0"), PET, 0, "10.0.0.1:29500"),
         (TWO, {"SLURM_NODEID": "1"}, 1, "10.0.0.1:29500"),
-        ((), PET, 1, "trainer-node-0-0:29400"),
         (("launch.nnodes=2",), STEP, 1, "gpu001:15001"),
         (("launch.nnodes=2",), STEP | {"MASTER_ADDR": "10.0.0.1"}, 1, "10.0.0.1:15001"),
         (
@@ -53,7 +45,7 @@ PET = {
             1,
             "gpu3:15062",
         ),
-        (("launch.nnodes=2", "launch.nnodes=3", "++launch.node_rank=2"), PET, 2, "trainer-node-0-0:29400"),
+        ((*TWO, "launch.nnodes=3", "++launch.node_rank=2"), {}, 2, "10.0.0.1:29500"),
         (
             ("launch.nnodes=2", "launch.rdzv_endpoint='[fd00::1]:29500'", "launch.node_rank=0"),
             {},
@@ -74,10 +66,9 @@ def test_a_node_is_what_its_command_line_says_and_else_its_environment(words, en
     ("words", "environ"),
     [
         ((), {}),
-        (("launch.nnodes=1",), PET),
         (("launch.nnodes=1",), {"SLURM_NODEID": "1"}),
         (("launch.nnodes=two",), {}),
-        (("launch.nnodes=1:2",), {"PET_NODE_RANK": "1"}),
+        (("launch.nnodes=1:2",), {"SLURM_NODEID": "1"}),
     ],
 )
 def test_one_machine_has_no_place_among_several(words, environ) -> None:
@@ -93,7 +84,6 @@ def test_one_machine_has_no_place_among_several(words, environ) -> None:
             {},
             "launch.rdzv_endpoint=10.0.0.1: it must be HOST:PORT",
         ),
-        (("launch.nnodes=2", "launch.node_rank=0"), {"PET_MASTER_ADDR": "a"}, "launch.rdzv_endpoint=a:: "),
         (TWO, {}, "launch.nnodes=2 with launch.node_rank=auto: "),
         ((*TWO, "launch.node_rank=2"), {}, "launch.nnodes=2 with launch.node_rank=2: "),
         (("launch.node_rank=1",), {}, "launch.node_rank=1 without launch.nnodes: "),

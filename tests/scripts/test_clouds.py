@@ -1,5 +1,6 @@
 """The manifests for Kubeflow Trainer and SkyPilot start runs that find their place among several machines."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -25,7 +26,15 @@ def test_each_pod_of_the_train_job_finds_its_place():
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     assert trainer["command"] == ["python", "-m", "launcher"]
-    config = accepted(trainer["args"])
+    environ = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "resnet50-node-0-0.resnet50",
+        "PET_MASTER_PORT": "29400",
+    }
+    # As Kubernetes does.
+    words = [re.sub(r"\$\((\w+)\)", lambda name: environ[name[1]], word) for word in trainer["args"]]
+    config = accepted(words)
     (patched,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = patched["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -35,14 +44,7 @@ def test_each_pod_of_the_train_job_finds_its_place():
     assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
     assert config.run.dir.startswith(f"{mounted['runs']}/")
     assert pod["terminationGracePeriodSeconds"] > config.launch.grace_s
-    environ = {
-        "PET_NNODES": str(trainer["numNodes"]),
-        "PET_NPROC_PER_NODE": "8",
-        "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "resnet50-node-0-0.resnet50",
-        "PET_MASTER_PORT": "29400",
-    }
-    assert node_env(trainer["args"], environ) == LaunchEnv(rank=1, world_size=2, role=NODE)
+    assert node_env(words, environ) == LaunchEnv(rank=1, world_size=2, role=NODE)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("resnet50-node-0-0.resnet50", "29400")
 
 
