@@ -141,16 +141,11 @@ class Heartbeat:
         self._write()
 
     def phase_setter(self, phases: Mapping[str, str]) -> Callable[[str], None]:
-        """A function that records the phase which `phases` has for its argument, if it has one.
-
-        The phases are looked up once, because it is called several times in a step.
-        """
-        numbers = {part: _NUMBERS[phase] for part, phase in phases.items()}
+        """A function that records the phase which `phases` has for its argument, if it has one."""
 
         def enter(part: str) -> None:
-            if part in numbers:
-                self._number, self._since_s = numbers[part], time.monotonic()
-                self._write()
+            if part in phases:
+                self.beat(phases[part])
 
         return enter
 

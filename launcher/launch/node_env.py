@@ -71,12 +71,9 @@ def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
         endpoint = ":".join(slurm.endpoint(environ))
     address, _, port = endpoint.rpartition(":")
     if not address or not is_port(port):
-        what = (
-            f"launch.rdzv_endpoint={endpoint}" if endpoint else "launch.nnodes without launch.rdzv_endpoint"
-        )
         raise ConfigError(
-            f"{what}: it must be HOST:PORT, an address of node 0 that the other machines reach, and a port "
-            "that is free there; the same on all machines."
+            f"launch.rdzv_endpoint={endpoint or 'null'} with launch.nnodes: it must be HOST:PORT, the "
+            "same on all machines: an address of node 0 that the others reach, and a port that is free there."
         )
     return address.strip("[]"), port
 
@@ -96,11 +93,10 @@ def check_all_nodes_started(wish: LaunchConfig, launch: LaunchEnv, environ: Mapp
     for key in NODE_COUNT_VARS:
         # Of MIN:MAX torchrun may have started the least; without it there would be one of the most.
         said = environ.get(key, "").split(":")[0 if launch.has_external_launcher else -1]
-        is_mpi = key.startswith("OMPI")
-        what = "processes" if is_mpi else "machines"
-        if said.isdecimal() and int(said) > (launch.world_size if is_mpi else 1):
+        here = launch.world_size if key.startswith("OMPI") else 1
+        if said.isdecimal() and int(said) > here:
             raise PreflightError(
-                f"{key}={said} in the environment: there are {said} {what}, but this process would train "
+                f"{key}={said} in the environment says that there are others, but this process would train "
                 f"alone. Start one on each machine: {program()} ... {USAGE}, or torchrun with --nnodes. "
                 "To train on one machine all the same, give launch.nnodes=1."
             )

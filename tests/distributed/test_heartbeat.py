@@ -60,7 +60,7 @@ def test_the_parts_of_a_step_enter_the_phases_that_follow_them() -> None:
         found.append((table.read()[1].phase, heartbeat.latest.phase, table.read()[1].step))
     assert found == [(phase, phase, 7) for phase in ("data", "compute", "communication", "communication")]
     with pytest.raises(KeyError, match="no phase"):
-        heartbeat.phase_setter({"data": "no phase"})
+        heartbeat.phase_setter({"data": "no phase"})("data")
 
 
 def test_without_a_table_beating_is_allowed() -> None:

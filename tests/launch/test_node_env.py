@@ -78,11 +78,11 @@ def test_one_machine_has_no_place_among_several(words, environ) -> None:
 @pytest.mark.parametrize(
     ("words", "environ", "rule"),
     [
-        (("launch.nnodes=2", "launch.node_rank=0"), {}, "launch.nnodes without launch.rdzv_endpoint: "),
+        (("launch.nnodes=2", "launch.node_rank=0"), {}, "launch.rdzv_endpoint=null with launch.nnodes: "),
         (
             ("launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=10.0.0.1"),
             {},
-            "launch.rdzv_endpoint=10.0.0.1: it must be HOST:PORT",
+            "launch.rdzv_endpoint=10.0.0.1 with launch.nnodes: it must be HOST:PORT",
         ),
         (TWO, {}, "launch.nnodes=2 with launch.node_rank=auto: "),
         ((*TWO, "launch.node_rank=2"), {}, "launch.nnodes=2 with launch.node_rank=2: "),
