@@ -119,8 +119,7 @@ class Agent:
             write(f"{stop_notice(group.furthest, ahead)}\n", sys.stderr)
 
     def _restart_or_raise(self, outcome: RunOutcome) -> None:
-        if not self._nodes.is_node0:
-            raise outcome.error()  # as node 0 has decided
+        """Decide, on node 0, on an attempt that has failed or was asked to end."""
         newest = self._newest_step()
         if outcome.exit_code in ON_REQUEST or outcome.stop:
             raise self._stop_error(outcome, newest)

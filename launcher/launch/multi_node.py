@@ -125,8 +125,9 @@ class MultiNode(SingleNode):
     def outcome(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
         """Return the outcome on all ranks, which node 0 decides once those of all machines have ended.
 
-        Ends the workers of this machine when those of another one have ended. Raises StalledError for a
-        machine that is gone.
+        Ends the workers of this machine when those of another one have ended. On another node it is RESTART
+        or the good end that node 0 has decided on; raises the error that it has decided on, and StalledError
+        for a machine that is gone.
         """
         now = time.monotonic()
         if now - self._polled_s > PAUSE_S:
@@ -165,7 +166,10 @@ class MultiNode(SingleNode):
         if self._statuses.get(RANK0, self._status)["attempt"] > self._status["attempt"]:
             return RunOutcome(RESTART)  # it has begun before its outcome was read
         if published := status.get("outcome"):
-            return RunOutcome(**published)
+            decided = RunOutcome(**published)
+            if decided.exit_code not in (0, RESTART):
+                raise decided.error()
+            return decided
         if own is None and "end_workers" in status:
             group.end_like_other_node(status["end_workers"])
         self._raise_if_silent([RANK0], self._limits.hang_timeout_s if own is None else SILENCE_LIMIT_S)
