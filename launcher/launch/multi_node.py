@@ -18,7 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -141,15 +141,10 @@ class MultiNode(SingleNode):
         self._status |= {"outcome": asdict(outcome)}
 
     def _poll_as_node0(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
-        statuses = {node: self._status_of(node) for node in self._others}
-        results = {
-            node: decoded(GroupResult, status["group_result"])
-            for node, status in statuses.items()
-            if "group_result" in status
-        }
-        missing = [node for node in statuses if node not in results]
-        if own is not None:
-            results[RANK0] = own
+        results = {} if own is None else {RANK0: own}
+        for node in self._others:
+            if "group_result" in (status := self._status_of(node)):
+                results[node] = decoded(GroupResult, status["group_result"])
         if len(results) == self._num_nodes:
             return outcome_of([*results.values()], group.stacks)
         silence_limit_s = self._limits.hang_timeout_s
@@ -158,7 +153,7 @@ class MultiNode(SingleNode):
             if own is None:
                 group.end_like_other_node(ends[0])
             silence_limit_s = min(silence_limit_s, SILENCE_LIMIT_S)
-        self._raise_if_silent(missing, silence_limit_s)
+        self._raise_if_silent([node for node in self._others if node not in results], silence_limit_s)
         return None
 
     def _poll_as_follower(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
@@ -175,7 +170,7 @@ class MultiNode(SingleNode):
         self._raise_if_silent([RANK0], self._limits.hang_timeout_s if own is None else SILENCE_LIMIT_S)
         return None
 
-    def _raise_if_silent(self, nodes: Iterable[int], silence_limit_s: float) -> None:
+    def _raise_if_silent(self, nodes: Sequence[int], silence_limit_s: float) -> None:
         now = time.monotonic()
         # One without a status imports torch.
         limits = {
