@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 RANKS_SHOWN = 16  # in an error, which may be about thousands
 NODE = "node"  # LaunchEnv.role
-MICRO_BATCH = "LAUNCHER_MICRO_BATCH"  # set by our parent process, for the workers that it starts again
 RANK0 = 0  # the rank that writes files, and has what is gathered for them
 
 
@@ -67,7 +66,6 @@ class LaunchEnv:
         if "RANK" not in environ:
             # RANK alone decides, whatever else a scheduler has set.
             return cls()
-        micro_batch = environ.get(MICRO_BATCH)
         return cls(
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
@@ -76,7 +74,6 @@ class LaunchEnv:
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             has_external_launcher=True,
-            micro_batch=int(micro_batch) if micro_batch else None,
         )
 
 
@@ -100,7 +97,3 @@ class WorkerEnv:
 def format_ranks(ranks: Sequence[int], role: str = "rank") -> str:
     """The ranks as part of a sentence: `rank 1, 3`."""
     return f"{role} {listed(ranks, RANKS_SHOWN)}"
-
-
-def is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65536

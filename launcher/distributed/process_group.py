@@ -56,7 +56,9 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        _set_timeout(dist.group.WORLD, UNLIMITED_S)
+        # torch 2.14 made it public and warns about the old name.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=UNLIMITED_S), dist.group.WORLD)
         yield WorkerEnv(*places, device, dist.group.WORLD)
     except BaseException as error:
         _close_after(error, device)
@@ -79,15 +81,6 @@ def _close_after(error: BaseException, device: torch.device) -> None:
             abort() if device.type == "cuda" else dist.destroy_process_group()
     except Exception as another:
         error.add_note(f"Its process group could not be closed either: {described(another)}")
-
-
-def _set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """Set the timeout of a group's collectives from now on."""
-    import torch.distributed as dist
-
-    # torch 2.14 made it public and warns about the old name.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def _device(launch: LaunchEnv) -> torch.device:

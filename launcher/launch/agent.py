@@ -1,6 +1,6 @@
 """The agent of a run: starts its workers on this machine, attempt after attempt, until one ends well.
 
-Sets the environment of each worker as torchrun does (RANK, WORLD_SIZE, ...) plus LAUNCHER_MICRO_BATCH. On one
+Sets the environment of each worker as torchrun does (RANK, WORLD_SIZE, ...). On one
 machine the ranks use a FileStore on a memfd, so no port is opened. A failed attempt is killed, and
 every end has a reason with a name and an exit code.
 """
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
-from launcher.distributed.env import MICRO_BATCH
 from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.heartbeat import stop_notice
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError, counted
@@ -79,10 +78,10 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.allowed),
             "TORCHELASTIC_RUN_ID": "run",
             "TORCHELASTIC_USE_AGENT_STORE": str(several),
-            MICRO_BATCH: str(self._micro_batch or ""),
         }
         own = ({"RANK": str(first_rank + each), "LOCAL_RANK": str(each)} for each in range(self._num_workers))
-        return [ForkProcess(target=worker_main, args=(self._work, shared | places)) for places in own]
+        every = [(self._work, shared | places, self._micro_batch) for places in own]
+        return [ForkProcess(target=worker_main, args=args) for args in every]
 
     def _polled(self, group: WorkerGroup) -> RunOutcome | None:
         """How the run ends, or RESTART, once all workers have ended."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from launcher.config.messages import program
 from launcher.config.schema import LaunchConfig
-from launcher.distributed.env import NODE, LaunchEnv, is_port
+from launcher.distributed.env import NODE, LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
 from launcher.launch import slurm
 
@@ -70,7 +70,7 @@ def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
     if not endpoint and "SLURM_STEP_NODELIST" in environ:
         endpoint = ":".join(slurm.endpoint(environ))
     address, _, port = endpoint.rpartition(":")
-    if not address or not is_port(port):
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
             f"launch.rdzv_endpoint={endpoint or 'null'} with launch.nnodes: it must be HOST:PORT, the "
             "same on all machines: an address of node 0 that the others reach, and a port that is free there."

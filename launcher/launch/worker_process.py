@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -54,10 +54,11 @@ class WorkerSpec:
         return stacks_path(Path(self.config.run.dir), rank)
 
 
-def worker_main(work: WorkerSpec, environ: Mapping[str, str]) -> NoReturn:
+def worker_main(work: WorkerSpec, environ: Mapping[str, str], micro_batch: int | None) -> NoReturn:
     """Run this process's part of the job and exit with its code; never returns to the agent.
 
     So other threads of the process cannot delay the exit of a finished worker. `environ` has its rank.
+    `micro_batch` is that with which a run out of memory is started again.
     """
     die_with_parent(work.parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which passes it on
@@ -66,7 +67,7 @@ def worker_main(work: WorkerSpec, environ: Mapping[str, str]) -> NoReturn:
     # A crash in C writes its stack to stderr, which the outcome names.
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
         faulthandler.enable(all_threads=True)
-    launch = LaunchEnv.from_environ(os.environ)
+    launch = replace(LaunchEnv.from_environ(os.environ), micro_batch=micro_batch)
     _write_stacks_on_request(work.stacks_of(launch.rank))
     # Held here until os._exit: its destructor would read the file, whose last record may be torn, for ever.
     file = dist.FileStore(f"/proc/self/fd/{work.store}")
