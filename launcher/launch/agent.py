@@ -1,8 +1,8 @@
 """The agent of a run: starts its workers on this machine, attempt after attempt, until one ends well.
 
-Sets the environment of each worker as torchrun does (RANK, WORLD_SIZE, ...). On one
-machine the ranks use a FileStore on a memfd, so no port is opened. A failed attempt is killed, and
-every end has a reason with a name and an exit code.
+Sets the environment of each worker as torchrun does (RANK, WORLD_SIZE, ...). On one machine the ranks use a
+FileStore on a memfd, so no port is opened. A failed attempt is killed, and every end has a reason with a name
+and an exit code.
 """
 
 from __future__ import annotations
