@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,14 @@ from launcher.distributed.heartbeat import HeartbeatRecord
 from launcher.errors import ConfigError, LauncherError, PreflightError
 from launcher.launch import worker_count
 from launcher.launch.restart_policy import RestartPolicy
-from launcher.launch.root_cause import RankResult, RunOutcome, find_root_cause, hang_outcome
+from launcher.launch.root_cause import (
+    GroupResult,
+    RankResult,
+    RunOutcome,
+    find_root_cause,
+    hang_outcome,
+    outcome_of,
+)
 
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
@@ -101,6 +109,25 @@ def test_the_culprit_is_named(results: Sequence[RankResult], exit_code, text) ->
 )
 def test_those_whom_the_others_wait_for_hang(results, text) -> None:
     assert hang_outcome(results) == RunOutcome(6, text)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "crashed"),
+    [
+        (result(1, SEGV), True),
+        (result(1, 0), True),  # without a record
+        (result(1, 7, "no data"), True),
+        (result(1, KILL), False),  # from outside, as at the end of the grace
+        (result(1), False),
+    ],
+)
+def test_only_a_rank_that_was_killed_or_left_over_may_have_saved_all(of_rank_1, crashed) -> None:
+    assert find_root_cause([result(0, 75, "saved"), of_rank_1]).crashed == crashed
+
+
+def test_a_run_was_asked_to_stop_if_one_of_its_machines_was() -> None:
+    machines = [GroupResult([result(0, KILL)]), GroupResult([result(1, KILL)], stop=signal.SIGTERM)]
+    assert outcome_of(machines, Path("logs")).stop == signal.SIGTERM
 
 
 # Restarts
