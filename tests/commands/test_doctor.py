@@ -21,10 +21,10 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def doctor(tmp_path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def doctor(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launcher", "doctor", *words]
     return subprocess.run(
-        command, cwd=tmp_path, env=environ(tmp_path) | variables, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env=environ(tmp_path), capture_output=True, text=True, timeout=120
     )
 
 
@@ -35,14 +35,6 @@ def test_it_says_in_json_what_it_found_and_leaves_nothing(tmp_path) -> None:
     found = {each["name"]: each for each in host["findings"]}
     assert {"Python", "torch", "CPU", "memory", "disk", "GPU"} <= found.keys()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".doctor", "outputs"))]
-
-
-@pytest.mark.slow
-def test_a_failure_is_exit_code_3_with_what_to_do(tmp_path) -> None:
-    done = doctor(tmp_path, "tracker=none", "launch.nproc=1", GLOO_SOCKET_IFNAME="none0")
-    assert done.returncode == 3, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("failure")]
-    assert "GLOO_SOCKET_IFNAME=none0 in the environment names no network interface" in line
 
 
 def test_an_unknown_key_is_refused_before_anything_is_looked_at(tmp_path) -> None:
