@@ -9,7 +9,7 @@ each failure as it comes and one table, failures first, and writes one JSON file
     H3, H2      time per step over torch's AMP: ResNet-18 with 32 pixels, ResNet-50 with 224
     H5          the AdamW update of BERT-large over torch's fused AdamW and over a copy
     H8          peak memory of ResNet-50 over torch's AMP
-    kernels, launcher, restart, wires: versions; a run and its resume; a restart; each kind of wire
+    kernels, launcher, restart, wires: versions; a run and its resume; a restart; a group of one
     tests/gpu, launches: the tests; kernels and synchronisations per step
     H6          time per step over Accelerate and Lightning Fabric
     H1, H4      ResNet-50 and BERT-base in fp16 over TF32; one also over fp32, the other over torch's AMP

@@ -95,9 +95,7 @@ def test_the_plain_update_takes_a_chunk_of_memory(gpu) -> None:
     assert torch.cuda.max_memory_allocated(gpu) - before < 4 * DEVICE_CHUNK + 2**20
 
 
-@pytest.mark.parametrize(
-    "ddp", [DDPOptions(), DDPOptions(shard_optimizer=True), DDPOptions(overlap=False)], ids=str
-)
+@pytest.mark.parametrize("ddp", [DDPOptions(), DDPOptions(overlap=False)], ids=str)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.usefixtures("same_bits")
 def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, ddp, k) -> None:
