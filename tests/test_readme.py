@@ -29,7 +29,6 @@ from tests.meta_device import MetaDevice
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("", "launcher", "launcher/engine", "launcher/telemetry", "recipes", "conf", "scripts", "tests")
 PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
-TEXT = PAGES[""]
 SHORT = ["train.max_steps=2", "tracker=none"]
 LAUNCH = re.compile(r"scripts/run|-m launcher")
 

@@ -146,9 +146,6 @@ class Parent:
         self.wait_until(lambda: not any(map(is_alive, left)), 15, "the workers are gone")
         self._process.close()
 
-    def is_running(self) -> bool:
-        return self._process.exitcode is None
-
     def end(self, timeout_s: float = 20) -> int:
         """Its exit code; fails if it runs for longer. Then no worker that was ever seen is left."""
         deadline = time.monotonic() + at_most(timeout_s)

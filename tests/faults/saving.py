@@ -5,12 +5,10 @@ The faults wrap the operating system's calls in the child alone: the product kno
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import errno
 import os
 import resource
-import signal
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -20,7 +18,6 @@ from typing import Any
 
 from tests.ranks.harness import forkserver
 
-CALLS = ("open", "mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 4096, 16384, 1 << 18
 
 
@@ -48,56 +45,6 @@ def outcome_of(work: Callable[..., Any], *args: Any) -> tuple[int, list[Any]]:
         process.join()
         pipe.close()
     return process.exitcode, said
-
-
-class _Killer:
-    """Counts calls to the operating system and dies before the n-th; before a write, or in its middle."""
-
-    def __init__(self, at: int, torn: bool) -> None:
-        self.calls, self._at, self._torn = 0, at, torn
-
-    def install(self) -> None:
-        for name in CALLS:
-            setattr(os, name, self._before(getattr(os, name)))
-        original = builtins.open
-        builtins.open = lambda *args, **kwargs: self._file(original(*args, **kwargs))  # type: ignore[assignment]
-
-    def count(self, file: Any = None, data: Any = None) -> None:
-        self.calls += 1
-        if self.calls == self._at:
-            if file is not None and self._torn:
-                file.write(bytes(data)[: len(data) // 2])
-                file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count()
-            return call(*args, **kwargs)
-
-        return counted
-
-    def _file(self, file: Any) -> Any:
-        self.count()
-        return _CountedFile(file, self) if file.writable() else file
-
-
-class _CountedFile:
-    def __init__(self, file: Any, killer: _Killer) -> None:
-        self._file, self._killer = file, killer
-
-    def write(self, data: Any) -> int:
-        self._killer.count(self._file, data)
-        return int(self._file.write(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _CountedFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
 
 def save_for_ever(pipe: Connection, directory: Path) -> None:

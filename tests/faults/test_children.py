@@ -80,9 +80,6 @@ def test_children_die_with_their_worker(tmp_path: Path, left) -> None:
         assert parent.end() == 1
 
 
-ENDS = {"done": ("train.epochs=1", 0, ""), "failed": ("train.epochs=2", 1, "if step == 5: raise OSError()")}
-
-
 HELD = """
 import os, sys, time
 from pathlib import Path

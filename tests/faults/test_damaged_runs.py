@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -166,10 +165,6 @@ def test_a_full_disk_ends_the_run_on_all_ranks_where_that_is_asked_for(tmp_path:
     assert run(tmp_path / "run", *words, ranks=2).digest == undisturbed(ranks=2).digest
 
 
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 # G8: what is kept
 
 
@@ -318,15 +313,6 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(stopped, tmp_path: 
     assert ended.codes == [2, 2], ended
     assert f"{foreign} belongs to another run: {text}" in ended.outputs[0]
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-from launcher.cli import main
-code = main()
-sys.exit(code if not [name for name in sys.modules if name.startswith("torch.")] else 99)
-"""
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -125,20 +123,6 @@ def test_all_ranks_come_to_the_same_metrics_all_the_same() -> None:
 
 
 # The same through the whole program
-
-
-def draw(network: Any, batch: Any, how: str, directory: Path) -> None:
-    """Where the recipe is built: write down what this rank draws."""
-    if network is not None:
-        return
-    import random
-
-    drawn = {
-        "random": random.random(),
-        "numpy": float(np.random.rand()),
-        "torch": float(torch.rand(())),
-    }[how]
-    (directory / f"drawn{os.environ['RANK']}").write_text(str(drawn))
 
 
 def test_an_unseeded_generator_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.test_damaged_runs import full_disk
-from tests.faults.usercode import is_here, own_rank, slowly
+from tests.faults.usercode import own_rank, slowly
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -109,8 +109,3 @@ def test_with_room_again_the_same_command_makes_up_for_a_full_disk(
     assert (again.status["state"], again.result["state"]) == ("done", "done")
     assert again.events("start")[-1]["step"] == newest
     assert list(again.checkpoints) == [5, 10, LAST]
-
-
-def fail(network: Any, batch: Any) -> None:
-    if is_here(network, 7):
-        raise RuntimeError("planted")

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests.faults import launching
 from tests.faults.deaf import make_deaf
 from tests.faults.launching import Ended, UserCode, run
 from tests.faults.test_stopping import torchrun
-from tests.faults.usercode import is_here, own_rank, slowly
+from tests.faults.usercode import is_here, own_rank
 from tests.limits import at_most
 
 pytestmark = pytest.mark.timeout(90)
@@ -75,12 +74,6 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert ended.codes[1] == 1
     assert seconds_to_end(ended) < at_most(15)
     assert "a sample is broken" in ended.outputs[1]
-
-
-def late(network: Any, batch: Any) -> None:
-    slowly(network, batch)
-    if own_rank() == 1 and is_here(network, 8):
-        time.sleep(8)
 
 
 # Code of the user may take as long as it likes, while the other ranks wait
@@ -282,24 +275,6 @@ def test_under_torchrun(tmp_path: Path, ranks, rank, act, code, named) -> None:
     assert "error: " in output
     assert named in " ".join(output.split())
     assert seconds_to_end(ended) < at_most(14)
-
-
-def host(directory: Path, number: int, port: int) -> subprocess.Popen[str]:
-    """The torchrun of one of two machines, here both on this one, with one rank each."""
-    rendezvous = ["--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    words = ["recipe=resnet18", "recipe.uses=tiny", "recipes.path=tiny.py", "tracker=none", "run.dir=run"]
-    words += ["train.epochs=100000", f"launch.hang_timeout_s={HANG_TIMEOUT_S}", "data.batch_size=8"]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "launcher", *words]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    with open(directory / f"host{number}.txt", "w") as out:
-        return subprocess.Popen(command, cwd=directory, env=environ, stdout=out, stderr=out, text=True)
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.1)
-    return holds()
 
 
 def test_a_rank_whose_clean_up_hangs_ends_with_its_error() -> None:

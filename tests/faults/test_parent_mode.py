@@ -267,10 +267,6 @@ def test_a_hangup_stops_like_sigterm(tmp_path: Path) -> None:
         assert (parent.run_dir / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-def nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 @pytest.mark.slow
 def test_a_request_to_save_reaches_the_workers(tmp_path: Path) -> None:
     note = "signal.signal(signal.SIGUSR1, lambda *_: open(f'saved-{RANK}', 'w').close())"

@@ -14,7 +14,6 @@ import pytest
 from tests.faults.parent import Parent, nothing, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
-ROOT = Path(__file__).parents[2]
 
 
 def full() -> None:

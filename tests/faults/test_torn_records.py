@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -35,8 +34,3 @@ def test_a_rank_that_is_killed_within_a_write_is_named(tmp_path: Path, kept) -> 
     with Parent(tmp_path, LONG) as parent:
         assert parent.end(15) == 1
         assert "error: rank 1 was killed by SIGKILL (pid " in parent.stderr
-
-
-def limit_files(size: int) -> None:
-    """A write beyond this fails with EFBIG, as with ENOSPC on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

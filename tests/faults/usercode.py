@@ -7,7 +7,6 @@ of forward passes in training before this one, so 8 is within the ninth step.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
 from functools import partial
@@ -105,25 +104,6 @@ def lacking_memory(
 ) -> UserCode:
     """These ranks run out of memory in a pass over more than `above` samples, each time or once."""
     return partial(lack_memory, above=above, ranks=ranks, training=training, passes=passes, once=once)
-
-
-SAMPLE_BYTES, ROOM_BYTES = 2**26, 2**28 + 2**27  # room for five samples and what else is allocated
-
-
-def eat(network: Any, batch: Any, rank: int, from_pass: int) -> None:
-    """Take memory for each sample, in a process that is given little more than it has."""
-    if network is None or not network.training or own_rank() != rank or int(network.passes) < from_pass:
-        return
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + ROOM_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    torch.empty(len(batch["x"]) * SAMPLE_BYTES, dtype=torch.uint8)
-
-
-def hungry(rank: int, from_pass: int) -> UserCode:
-    """This rank needs 64 MiB per sample, and has room for five from a pass on."""
-    return partial(eat, rank=rank, from_pass=from_pass)
 
 
 def in_turn(network: Any, batch: Any, codes: tuple[UserCode, ...]) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from launcher.errors import DataError
 from launcher.launch.config_broadcast import LEAVE_S, LOST_S, seconds_after
 from tests.forked import Forked, be_script
 from tests.limits import at_most
-
-ROOT = Path(__file__).parents[2]
 
 # The front door with a job that says what it was given and then fails as the learning rate asks.
 FRONT = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
-from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
 from tests.engine.observe import state_digest
 from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks
@@ -87,41 +85,6 @@ def test_ranks_with_other_settings_are_refused_with_the_difference() -> None:
     for (_, expected), text in zip(ODD.values(), texts, strict=True):
         assert f"Rank(s) 1 differ from rank 0: on rank 1 {expected}" in text
     assert "Rank(s) 1, 2 differ from rank 0: on rank 1 clip_norm is 1.0, not None." in last
-
-
-class Odd(torch.optim.SGD):
-    """With an option of any kind."""
-
-    def __init__(self, params: Any, lr: float, given: object = None, other: object = None) -> None:
-        super().__init__(params, lr)
-
-
-SAME: dict[str, Callable[[int], dict[str, object]]] = {
-    "order": lambda rank: dict(sorted({"given": 1, "other": 2}.items(), reverse=rank > 0)),
-    "object": lambda rank: {"given": object(), "other": lambda: rank},
-}
-PARTS: dict[str, Callable[[int], object]] = {
-    "tensor": lambda rank: torch.tensor(0.5 + rank),
-    "array": lambda rank: np.arange(9) + rank,
-    "number of NumPy": lambda rank: np.float32(rank),
-    "in a tuple": lambda rank: (0.5, torch.tensor(0.5 + rank)),
-    "function": lambda rank: max if rank else min,
-}
-
-
-def compared(env: WorkerEnv) -> tuple[list[str], list[str]]:
-    """The errors for options that are the same on both ranks, and for those that are not."""
-
-    def error(options: dict[str, object]) -> str:
-        optimizer = TorchOptimizer(Odd, 0.1, **options)
-        try:
-            check_same_on_all_ranks(mlp(), {"optimizer": optimizer}, env.group)
-        except UnusableError as error:
-            return str(error)
-        return ""
-
-    same = [error(options(env.rank)) for options in SAME.values()]
-    return same, [error({"given": part(env.rank)}) for part in PARTS.values()]
 
 
 def trained_apart(env: WorkerEnv) -> tuple[str, list[float]]:

@@ -19,7 +19,6 @@ def made():
     data = TensorData({"image": torch.zeros(4, 2), "label": torch.zeros(4, dtype=torch.long)})
     return Recipe(lambda: nn.Linear(2, 2), data, data, cross_entropy, classes=("a", "b"))
 """
-START = len(MADE.splitlines()) + 1
 
 
 def loaded(file: Path, text: str) -> None:

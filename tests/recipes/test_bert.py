@@ -19,7 +19,6 @@ from tests.forked import launch_forked
 pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-OTHER = [("many other words", "?!;:=", "yes"), ("qu vw xz jk", "FGH", "no")]
 SMALL = ("data.vocab_size=120", "model.width=32", "data.max_seq_len=32", "data.batch_size=8")
 
 

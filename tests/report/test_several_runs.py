@@ -22,8 +22,6 @@ from launcher.telemetry.event_log import EventLog
 from tests.limits import at_most
 from tests.report.test_page import HOSTILE, Page
 
-TIMES = dict.fromkeys(("step_ms", "data_ms", "compute_ms", "communication_ms", "update_ms"), 10.0)
-STEP_TIME = {**TIMES, "steps": 9, "rank": 0, "waited_ms": 5.0}
 SERIES = re.compile(r'data-name="([^"]*)" data-x="([^"]*)" data-y="([^"]*)"')
 
 

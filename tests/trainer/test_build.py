@@ -173,10 +173,6 @@ def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> 
     assert order.index("arrived") == int(compiled)
 
 
-ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-PLAN = BatchPlan(4, 4, None, 1, 0, 0, False)
-
-
 def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
     """In place of the config's and of its warm-up, which is said; at the same rates on every rank."""
     config = composed("optim.lr=0.2", "schedule.warmup_fraction=0.5", "train.max_steps=4")

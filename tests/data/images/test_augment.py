@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from launcher.config.schema import AugmentConfig
-from launcher.data.augment import Normalise
 from launcher.data.images.registry import ImageSet
 from launcher.data.tensors import TensorData
-
-NORMALISE = Normalise((0.5,), (0.5,))
 
 
 @pytest.mark.parametrize("random_crop_padding", [0, 1])

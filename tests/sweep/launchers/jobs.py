@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -78,24 +77,6 @@ def codes(changes: Sequence[JobEvent]) -> dict[int, int]:
 
 def have_saved(jobs: Sequence[tuple[SweepJob, Path]]) -> bool:
     return all(any((place / "checkpoints").glob("step-*")) for _, place in jobs)
-
-
-def processes_of(place: Path) -> list[int]:
-    """The processes of the job in this folder: its command names it, and forks keep that."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(place).encode() in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
-
-
-def assert_gone(jobs: Sequence[tuple[SweepJob, Path]]) -> None:
-    """Fail if a process of these jobs is left; the kernel may take a moment to end them."""
-    deadline = time.monotonic() + at_most(10)
-    while left := [pid for _, place in jobs for pid in processes_of(place)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
 
 
 def environment(**more: str) -> dict[str, str]:
