@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from launcher.cli import main
 from launcher.distributed.exit_records import exit_record
 from launcher.errors import ConfigError, OutOfMemoryError, StorageError
 from launcher.os.oom import NO_ROOM, oom_text, to_resource_error
-from launcher.run_dir.atomic import read_json
+from tests.faults.parent import Parent, write_recipe
 
-RECIPE = """
-import torch
-from torch import nn
-from launcher.recipe import Config, Recipe, TensorData, cross_entropy, recipe
-
-@recipe("tiny")
-def tiny(config: Config) -> Recipe:
-    x = torch.randn(64, 2)
-    label = (x[:, 0] > 0).long()
-    data = TensorData({"image": x, "label": label})
-    return Recipe(lambda: build(), data, data, cross_entropy, classes=("a", "b"))
-
-def build():
-    {build}
-    return nn.Linear(2, 2)
-"""
-YAML = "# @package _global_\nrecipe: {name: tiny, uses: tiny}\n"
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Train the tiny recipe for two steps in this process; returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own" / "recipe").mkdir(parents=True)
-    (tmp_path / "own" / "recipe" / "tiny.yaml").write_text(YAML)
-
-    def run(build="pass", *words):
-        (tmp_path / "mine.py").write_text(RECIPE.replace("{build}", build))
-        fixed = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "tracker=none"]
-        return main([*fixed, "train.max_steps=2", f"run.dir={tmp_path / 'run'}", *words])
-
-    return run
+FILES = ["env.json", "config.yaml", "overrides.txt", "status.json", "result.json"]
 
 
 @pytest.mark.sampled(every=2)
@@ -56,37 +26,39 @@ def train(tmp_path, monkeypatch):
         ("bytearray(10**18)", "in build. Hold fewer or smaller samples"),
     ],
 )
-def test_too_little_memory_is_exit_4_with_what_to_lower(train, tmp_path, capfd, build, said):
-    assert train(build) == 4
-    err = capfd.readouterr().err
-    assert said in err
-    assert "error: the recipe's build_model ran out of memory at " in err
-    assert "data.micro_batch_size" not in err, "it comes before the first step"
-    assert "Traceback" not in err
-    result = read_json(tmp_path / "run" / "result.json")
-    assert (result["state"], result["exit"]) == ("failed", 4)
+def test_too_little_memory_is_exit_4_with_what_to_lower(tmp_path: Path, build: str, said: str) -> None:
+    write_recipe(tmp_path, in_build=build)
+    with Parent(tmp_path, "launch.max_restarts=3") as parent:
+        assert parent.end() == 4
+        assert said in parent.stderr
+        assert "error: the recipe's build_model ran out of memory at " in parent.stderr
+        assert "data.micro_batch_size" not in parent.stderr, "it comes before the first step"
+        assert "Traceback" not in parent.stderr
+        result = parent.json("result.json")
+        assert (result["state"], result["exit"]) == ("failed", 4)
 
 
-FILES = ["env.json", "config.yaml", "overrides.txt", "status.json", "result.json"]
-
-
-@pytest.mark.sampled(every=2, first=1)
-@pytest.mark.parametrize("name", FILES)
-def test_no_room_for_a_file_of_the_run_is_exit_8(train, tmp_path, capfd, monkeypatch, name):
+def leave_no_inode_for(name: str) -> None:
     """The system's own call refuses the last rename, as a file system without a free inode does."""
     real = os.replace
 
-    def full(source, target):
+    def full(source: str | Path, target: str | Path) -> None:
         if os.path.basename(target) == name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         real(source, target)
 
-    monkeypatch.setattr(os, "replace", full)
-    code, err = train(), capfd.readouterr().err
-    assert code == 8, err
-    assert name in err
-    assert "No space left on device" in err
-    assert "Traceback" not in err
+    os.replace = full  # type: ignore[assignment]
+
+
+@pytest.mark.sampled(every=2, first=1)
+@pytest.mark.parametrize("name", FILES)
+def test_no_room_for_a_file_of_the_run_is_exit_8(tmp_path: Path, name: str) -> None:
+    write_recipe(tmp_path)
+    with Parent(tmp_path, "train.max_steps=2", prepare=partial(leave_no_inode_for, name)) as parent:
+        assert parent.end() == 8
+        assert name in parent.stderr
+        assert "No space left on device" in parent.stderr
+        assert "Traceback" not in parent.stderr
 
 
 def of_nccl(last: str) -> torch.distributed.DistBackendError:
