@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.telemetry import setup
-from launcher.telemetry.event_log import read_events
 from tests.faults.launching import RECIPE, Ended, run
-from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here
-from tests.telemetry.tracker.test_wandb_session import history_of, offline_records
 
 pytestmark = pytest.mark.timeout(90)
 BAD = """
@@ -101,19 +98,3 @@ def test_a_kill_right_after_a_checkpoint_loses_no_event_that_the_resumed_run_doe
     assert resumed.codes == [0], resumed
     assert resumed.digest == undisturbed.digest
     assert losses(resumed) == losses(undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["os._exit(9)", 'raise ValueError("x")'], ids=["exit", "error"])
-def test_wandb_has_all_rows_and_the_exit_code_of_a_run_whose_other_rank_died(tmp_path: Path, end) -> None:
-    """Within a second of the start: the .wandb file had 7 bytes, or was not there."""
-    write_recipe(tmp_path, in_step=f"if RANK == 1 and step == 5: {end}")
-    words = ("tracker=wandb", "tracker.mode=offline", "train.log_every_steps=1", "train.epochs=9")
-    with Parent(tmp_path, *words) as parent:
-        assert parent.end(40) == 1
-    records = list(offline_records(parent.run_dir))
-    logged = [row["step"] for row in history_of(records) if "train/loss" in row]
-    assert logged
-    events = read_events(parent.run_dir / "metrics.jsonl")
-    assert logged == [event["step"] for event in events if event["event"] == "step"]
-    assert [each.exit.exit_code for each in records if each.WhichOneof("record_type") == "exit"] == [1]
