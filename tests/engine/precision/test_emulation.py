@@ -333,33 +333,6 @@ def test_modules_train_as_in_fp64_within_half_rounding(name, policy) -> None:
         assert torch.allclose(model(x).float(), out.float(), atol=8 * unit)
 
 
-def integers(limit: int, *shape: int) -> Tensor:
-    return torch.randint(-limit, limit + 1, shape).float()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_compiled_model_has_the_same_bits_where_sums_are_exact() -> None:
-    """Products of small integers: fp32 adds them exactly in any order, so only roundings show.
-
-    torch 2.13 calls torch.convolution here and reads the result as fp32, whatever it is.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
-    for layer, weights in ((model[0], integers(31, 8, 3, 3, 3)), (model[2], integers(15, 4, 8, 1, 1) / 256)):
-        layer.weight.data = weights
-    x, slopes = integers(31, 1, 3, 6, 6), integers(7, 1, 4, 4, 4)
-    found = []
-    for forward in (model, torch.compile(model, options={"emulate_precision_casts": True})):
-        with RoundedArithmetic(HALF):
-            out = forward(x)
-            loss = (out.float() * slopes).sum()
-            found.append((out, *torch.autograd.grad(loss, list(model.parameters()))))
-    for plain, compiled in zip(*found, strict=True):
-        assert torch.equal(plain, compiled)
-    assert not torch.equal(model(x), found[0][0].float()), "no rounding showed: the test says nothing"
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # at which the compiler looks itself
@@ -377,32 +350,6 @@ def test_compiled_modules_train_as_the_plain_ones(name) -> None:
         stepper.backward((out.float() ** 2).sum(), 64)
         found.append({"out": out, **{key: g.clone() for key, g in stepper.layout.gradients().items()}})
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_compiled_backward_pass_multiplies_in_fp32() -> None:
-    """The compiler traces it while autocast is on; half products are slow on this processor."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    backward: list[str] = []
-
-    def record(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        backward.append(graph.print_readable(print_output=False))
-        return make_boxed_func(graph.forward)
-
-    from functorch.compile import make_boxed_func
-
-    compiled = torch.compile(
-        nn.Linear(4, 4),
-        backend=aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=record),
-    )
-    with RoundedArithmetic(HALF):
-        out = compiled(torch.ones(2, 4))
-    out.float().sum().backward()
-    products = re.findall(r"\w+: \"(\w+)\[.*mm\.default", "".join(backward))
-    assert products
-    assert set(products) == {"f32"}
 
 
 def test_the_context_leaves_no_trace_even_after_an_error() -> None:
