@@ -55,6 +55,7 @@ def fail_halfway(stepper: Stepper, gradient: float = 50.0) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Planted], Tensor], Any, str]] = {
     "fp16": (lambda model: model(50.0, 50.0).half(), 1, "the loss is torch.float16"),
+    "fp64": (lambda model: model(50.0, 50.0).double(), 1, "the loss is torch.float64"),
     "mean": (lambda model: model(50.0, 50.0).reshape(1), 1, "it must be fp32, 0-dim"),
     "detached": (lambda model: model(50.0, 50.0).detach(), 1, "the loss has no graph"),
     "negative": (lambda model: model(50.0, 50.0), -3, "-3 samples"),

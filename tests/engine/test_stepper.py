@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -199,27 +197,6 @@ def test_no_count_of_a_micro_batch_is_read_by_the_host() -> None:
         assert device.reads == []
 
 
-UNUSABLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "fp16": (lambda logits: logits.half().sum(), "the loss is torch.float16"),
-    "fp64": (lambda logits: logits.double().sum(), "the loss is torch.float64"),
-    "not a scalar": (lambda logits: logits.float().sum(1), "the loss is torch.float32 of shape"),
-    "not 0-dim": (lambda logits: logits.float().sum().reshape(1), "it must be fp32, 0-dim"),
-    "without gradient": (lambda logits: logits.float().sum().detach(), "the loss has no graph"),
-}
-
-
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_unusable_losses_are_refused_and_the_step_can_go_on(name) -> None:
-    make, message = UNUSABLE[name]
-    stepper = Stepper(mlp(), SGD(0.1), scaling=Scaling(init=64))
-    x, classes = features(4, 0)
-    with stepper.forward():
-        logits = stepper.model(x)
-    with pytest.raises(ValueError, match=message):
-        stepper.backward(make(logits), 4)
-    assert train(stepper, x, classes).applied_steps == 1
-
-
 def test_more_backward_calls_than_micro_batches_are_refused() -> None:
     stepper = Stepper(mlp(), SGD(0.1), scaling=Scaling(init=64))
     with stepper.forward():
@@ -313,12 +290,6 @@ def test_a_misspelt_way_of_scaling_is_refused() -> None:
         Scaling(mode="dynmic")
 
 
-def test_a_negative_count_is_refused() -> None:
-    stepper = Stepper(Planted(), SGD(0.1))
-    with pytest.raises(UnusableError, match="-3 samples"):
-        stepper.backward(stepper.model(1.0, 1.0), -3)
-
-
 def test_a_loss_of_something_else_than_the_model_is_warned_of() -> None:
     stepper = Stepper(Planted(), SGD(0.1))
     stepper.backward(torch.ones((), requires_grad=True) * 2, 1)
@@ -336,16 +307,6 @@ def test_an_empty_first_step_does_not_settle_the_reference_count() -> None:
     assert torch.equal(stepper.layout.gradients()["matrix"].float(), torch.ones(2, 3))
 
 
-def test_the_reference_count_is_part_of_the_state() -> None:
-    first, second = Stepper(Planted(), SGD(0.1)), Stepper(Planted(), SGD(0.1))
-    first.backward(first.model(1.0, 1.0), 64)
-    first.step()
-    second.load(first.state())
-    second.backward(second.model(1.0, 1.0), 3)
-    second.step()
-    assert second.state().reference_count == 64
-
-
 @pytest.mark.parametrize("kind", ["weights", "buffers", "optimizer"])
 def test_a_state_of_another_shape_is_refused_not_stretched(kind) -> None:
     stepper = Stepper(conv_net(), AdamW(0.1))
@@ -357,45 +318,3 @@ def test_a_state_of_another_shape_is_refused_not_stretched(kind) -> None:
     with pytest.raises(ValueError, match=r"the state does not fit: .*has shape \(1,\)"):
         stepper.load(state)
     assert state_digest(stepper) == before
-
-
-class Remembering(nn.Module):
-    """Puts a new tensor in its buffer's place at each pass, as people do."""
-
-    def __init__(self, lasting: bool = True) -> None:
-        super().__init__()
-        self.planted = Planted()
-        self.register_buffer("passes", torch.zeros(()))
-        self.lasting = lasting
-
-    def forward(self, gradient: float) -> Tensor:
-        self.passes = self.passes + 1 if self.lasting else torch.zeros(2)
-        return self.planted(gradient, 1.0)
-
-
-def test_a_buffer_that_is_replaced_takes_part_in_the_transaction() -> None:
-    stepper = Stepper(Remembering(), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
-    for gradient, passes in ((1.0, 1), (torch.inf, 1), (1.0, 2)):
-        with stepper.forward():
-            loss = stepper.model(gradient)
-        stepper.backward(loss, 1)
-        stepper.step()
-        assert stepper.model.passes.item() == passes
-    assert stepper.state().buffers["passes"].item() == 2
-
-
-def test_a_buffer_that_is_replaced_by_another_shape_is_refused_by_name() -> None:
-    stepper = Stepper(Remembering(lasting=False), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
-    stepper.backward(stepper.model(1.0), 1)
-    with pytest.raises(UnusableError, match=r"buffer passes .*was replaced by .*\(2,\)"):
-        stepper.step()
-
-
-def test_of_two_steppers_on_one_model_the_newer_trains_it() -> None:
-    model = Planted()
-    older = Stepper(model, SGD(1.0), Policy.fp32(), reference_count=1)
-    newer = Stepper(model, SGD(1.0), Policy.fp32(), reference_count=1)
-    newer.backward(model(2.0, 2.0), 1)
-    newer.step()
-    assert torch.equal(model.matrix, torch.full((2, 3), -2.0))
-    assert older is not newer

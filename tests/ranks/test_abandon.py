@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, StepReport
@@ -105,25 +105,3 @@ def test_all_ranks_skip_what_one_abandons(world_size, cases) -> None:
             assert (reports[-1].applied_steps, reports[-1].skipped_steps) == (2, 0), case
             assert unchanged, case
             assert all(torch.equal(master, torch.full_like(master, -2.0)) for master in masters), case
-
-
-def refuse_on_one_rank(env: WorkerEnv, ddp: str, micro_batches: int) -> list[Tensor]:
-    """A detached loss in the last micro-batch of rank 1, then the right one."""
-    stepper = build(env, Planted(), ddp, micro_batches, overlap=True)
-    for _ in range(2):
-        for number in range(micro_batches):
-            if env.rank == 1 and number == micro_batches - 1:
-                with pytest.raises(ValueError, match="the loss has no graph"):
-                    stepper.backward(stepper.model(50.0, 50.0).detach(), 100)
-            stepper.backward(stepper.model(1.0, 1.0), 1)
-        report = stepper.step().read()
-        assert (report.skipped, report.count) == (False, micro_batches * env.world_size)
-    return [master.clone() for master in stepper.named_masters().values()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("ddp", WIRES)
-def test_a_refused_loss_of_one_rank_leaves_no_trace_on_the_others(ddp, micro_batches) -> None:
-    for masters in run_ranks(2, refuse_on_one_rank, ddp, micro_batches):
-        assert all(torch.equal(master, torch.full_like(master, -2.0)) for master in masters)
