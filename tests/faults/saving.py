@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import resource
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -58,21 +57,6 @@ def save_for_ever(pipe: Connection, directory: Path) -> None:
             writer.start(partial(snapshot, step, num_values=20_000))
             if report is not None:
                 pipe.send(report.step if report.error is None else str(report.error))
-
-
-def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> None:
-    """Write three, the second of them while no file may be longer than `limit_bytes`."""
-    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
-    from tests.snapshots import snapshot
-
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        for step, limit in ((1, hard), (2, limit_bytes), (3, hard)):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            writer.start(partial(snapshot, step))
-            _tell(pipe, writer.wait())
-            _tell(pipe, writer.wait())
-            pipe.send(sorted(path.name for path in directory.iterdir()))
 
 
 def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:

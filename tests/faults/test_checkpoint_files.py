@@ -169,23 +169,6 @@ def test_nothing_intact_is_a_fresh_start_unless_resume_was_demanded(tmp_path: Pa
 # G7: a full disk is an error, not a loss
 
 
-def test_a_file_size_limit_is_reported_once_and_costs_one_checkpoint(tmp_path: Path) -> None:
-    code, said = saving.outcome_of(saving.save_with_a_limit, tmp_path, 100)
-    assert code == 0
-    first, none, after_first, second, none_again, after_second, third, _, after_third = said
-    assert first == (1, "step-00000001", None)
-    assert none is None
-    assert after_first == ["step-00000001"]
-    assert second[:2] == (2, None)
-    assert "step 2 cannot be written" in second[2]
-    assert "File too large" in second[2]
-    assert none_again is None, "reported once"
-    assert after_second == ["step-00000001"], "nothing of the failed one is left"
-    assert third == (3, "step-00000003", None), "the run continues, and so do its checkpoints"
-    assert after_third == ["step-00000001", "step-00000003"]
-    assert same(load(tmp_path / "step-00000001"), snapshot(1))
-
-
 def test_a_full_disk_costs_one_checkpoint(tmp_path: Path) -> None:
     code, said = saving.outcome_of(saving.save_on_a_full_disk, tmp_path)
     if isinstance(said[0], str):
@@ -209,9 +192,6 @@ def test_a_read_only_directory_is_an_error_and_loses_nothing(tmp_path: Path) -> 
     assert "Read-only file system" in second[2]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
-
-
-# G8: retention never deletes the last good ones
 
 
 # G9: one rank decides what to resume

@@ -86,16 +86,6 @@ def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: P
         assert_written_down(parent, 7)
 
 
-@pytest.mark.slow
-def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "if step == 5 and RANK == 0: raise KeyError('a fault on purpose')")
-    with Parent(tmp_path, LONG) as parent:
-        assert parent.end() == 1
-        assert error_of(parent).startswith("error: rank 0 failed: the recipe's loss failed at ")
-        assert ", in in_step: KeyError: 'a fault on purpose'" in error_of(parent)
-        assert f"The full traceback is in {parent.run_dir / 'logs' / 'rank0.log'}" in error_of(parent)
-
-
 @pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow), 75])
 def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, code) -> None:
     write_recipe(tmp_path, f"if step == 5 and RANK == 1: os._exit({code})")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from scripts.soaking.checks import Expected, problems_of_run
-from scripts.soaking.run import Failed, Plan, Run
 from tests.snapshots import publish_steps
 
 ROOT = Path(__file__).parents[2]
@@ -71,17 +70,6 @@ def test_what_is_broken_is_noticed(run_dir: Path, break_it, text) -> None:
     break_it(run_dir)
     (problem,) = problems_of_run(run_dir, EXPECTED, ["step-00000003"])
     assert text in problem
-
-
-def test_a_verdict_on_somebody_else_is_noticed(tmp_path: Path) -> None:
-    run = Run(Plan(2, 6), tmp_path, "a-test", limit_s=10)
-    line = (
-        "restart 1 of 9: rank 0 was killed by SIGKILL (pid 12) in update of step 3; resuming from the start"
-    )
-    (tmp_path / "command.err").write_text(f"{line}\n{line}\n")
-    run.wait_for_restart(12)
-    with pytest.raises(Failed, match="the fault hit pid 34, but the parent reports: restart 1 of 9: rank 0"):
-        run.wait_for_restart(34)
 
 
 @pytest.mark.slow
