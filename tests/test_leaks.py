@@ -72,48 +72,9 @@ def test_what_a_test_leaves_behind_fails_that_test_alone(check: Check, leak: str
     assert "secret" not in result.stdout.str()
 
 
-@pytest.mark.parametrize(("leak", "line"), [LEAKS[name] for name in ("an orphan", "a process group")])
-def test_what_a_fixture_of_a_module_leaves_behind_fails_its_last_test(
-    check: Check, leak: str, line: str
-) -> None:
-    fixture = f"@pytest.fixture(scope='module', autouse=True)\ndef shared():\n    yield\n    {leak}\n"
-    result = check(f"{fixture}\ndef test_first():\n    pass\n\ndef test_last():\n    pass\n")
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.re_match_lines(
-        [".*ERROR at teardown of test_last.*", "the tests of .* left behind", line + ".*"]
-    )
-
-
 @pytest.mark.parametrize("path", ["left.txt", "conf/data/left.yaml", "outputs"])
 def test_files_in_the_clone_fail_the_module_that_left_them(check: Check, path: str) -> None:
     code = f"path = Path({path!r}); path.parent.mkdir(exist_ok=True); path.touch()"
     result = check(f"def test_guilty():\n    {code}\n")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.re_match_lines(["the tests of .* left behind", rf"files in the clone: .*'{path}'.*"])
-
-
-CLEAN = """
-@pytest.fixture(scope="module")
-def shared():
-    program = subprocess.Popen(["sleep", "100"])
-    yield program
-    program.kill()
-    program.wait()
-
-def test_uses(shared, monkeypatch, tmp_path):
-    monkeypatch.setenv("OURS", "1")
-    threading.Thread(target=time.sleep, args=(0.02,)).start()
-    (tmp_path / "file").touch()
-    Path("conf/__pycache__").mkdir()
-
-def test_uses_it_too(shared):
-    assert shared.poll() is None
-    program = os.spawnlp(os.P_NOWAIT, "true", "true")
-"""
-
-
-def test_what_goes_with_its_fixture_or_ends_soon_is_no_leak(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leaks, "GRACE_S", 10.0)  # soon, on a busy machine
-    check(CLEAN).assert_outcomes(passed=2)

@@ -160,39 +160,6 @@ def test_the_engine_needs_torch_alone(tmp_path) -> None:
     )
 
 
-def test_the_description_is_one_that_an_index_can_show() -> None:
-    """Without links and pictures that are relative to the clone."""
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["readme"]["content-type"] == "text/markdown"
-    assert "](" not in project["readme"]["text"]
-    assert "recipe=resnet18" in project["readme"]["text"]
-    assert f"### {project['version']}" in (ROOT / "launcher" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("extra", "package", "version", "accepted"),
-    [
-        ("bench", "lightning", "2.6.2", False),
-        ("bench", "lightning", "2.6.4", True),
-        ("sweep", "optuna", "2.10.1", False),
-        ("sweep", "optuna", "4.9.0", True),
-    ],
-)
-def test_extras_exclude_versions_that_must_not_be_installed(
-    extra: str, package: str, version: str, accepted: bool
-) -> None:
-    import tomllib
-
-    from packaging.requirements import Requirement
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    listed = map(Requirement, project["optional-dependencies"][extra])
-    (found,) = [requirement for requirement in listed if requirement.name == package]
-    assert found.specifier.contains(version) == accepted
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -318,11 +318,3 @@ def test_commands_train(command, tmp_path) -> None:
     words = [*torchrun, "-m", "launcher", *launcher_words(command), *SHORT]
     done = run(["-m", "torch.distributed.run", *words], tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_map_names_folders_that_are_there() -> None:
-    table = PAGES["launcher"].split("## The map")[1].split("## ")[0]
-    folders = re.findall(r"`([\w/]+/)`", table)
-    assert folders
-    for name in folders:
-        assert (ROOT / "launcher" / name).is_dir(), name

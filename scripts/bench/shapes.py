@@ -60,11 +60,6 @@ def gpt_shapes(layers: int, width: int) -> Shapes:
     return shapes | norm("norm", width)
 
 
-def mlp_shapes() -> Shapes:
-    """784 to 10 through three layers of 1024."""
-    return linear("0", 1024, 784) | linear("2", 1024, 1024) | linear("4", 1024, 1024) | linear("6", 10, 1024)
-
-
 def tiny_shapes() -> Shapes:
     """A tiny model, to test the benchmark."""
     return convolution("conv", "bn", 40, 30, 3) | linear("fc", 200, 90)

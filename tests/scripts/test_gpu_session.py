@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,32 +36,6 @@ def test_failures_come_first_and_each_part_leaves_its_trace(tmp_path, capsys) ->
     assert "ValueError: no kernel image" in capsys.readouterr().out
     (late,) = session([Part("late", ("-c", ""), 20)], 0.0, tmp_path / "late.json", dry_run=True)
     assert late.state == "no time"
-
-
-ENDED = """
-import sys
-from scripts.bench import gpu_session
-sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-gpu_session.parts = lambda arguments: [gpu_session.Part("sleeps", ("-c", sleeps), 50)]
-gpu_session.tempfile.tempdir = sys.argv[1]
-gpu_session.main(["--json", sys.argv[1] + "/gpu.json"])
-"""
-
-
-def test_a_session_that_is_ended_ends_its_part(tmp_path) -> None:
-    """Its parts are sessions of their own, so that no signal reaches them but through it."""
-    session = subprocess.Popen([sys.executable, "-c", ENDED, str(tmp_path)], cwd=ROOT)
-    try:
-        deadline = time.monotonic() + 60
-        while not (texts := [text for path in tmp_path.glob("*/output") if (text := path.read_text())]):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        session.terminate()
-        assert session.wait(30) == 128 + signal.SIGTERM
-        assert not Path(f"/proc/{int(texts[0])}/cmdline").exists()
-    finally:
-        session.kill()
-        session.wait()
 
 
 def test_what_is_asked_for_first_fits_into_the_session_however_slow() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from launcher.distributed.links import ring_bytes
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from scripts import scale
 from tests.meta_device import fake_group
@@ -30,17 +29,3 @@ def test_the_bytes_of_each_kind_are_those_that_a_stepper_allocates(name, optimiz
 def test_the_gpt_has_the_parameters_that_its_name_says() -> None:
     assert scale.num_parameters(scale.GPT_1_3B) == pytest.approx(1.3e9, rel=0.02)
     assert scale.num_parameters(scale.gpt_shapes(12, 768)) - 1024 * 768 == 124_439_808  # GPT-2
-
-
-@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(1.0, 1e6), (10.0, 3600.0), (60.0, 1800.0)])
-def test_no_other_interval_loses_less_than_dalys(cost_s: float, mtbf_s: float) -> None:
-    best = scale.daly_s(cost_s, mtbf_s)
-    losses = [scale.lost_share(factor * best, cost_s, 100.0, mtbf_s) for factor in (0.9, 1.0, 1.1)]
-    assert min(losses) == losses[1]
-    assert best == pytest.approx(scale.young_s(cost_s, mtbf_s), rel=0.2)
-
-
-def test_a_card_of_eight_ranks_sends_their_pieces_and_one_ring() -> None:
-    """Of 64 ranks on 8 machines: 56 of 64 pieces of each of 8 messages leave a machine."""
-    assert scale.pieces_bytes(64.0, 64, 8) == 8 * 56
-    assert scale.pieces_bytes(64.0, 64, 1) == ring_bytes(64.0, 64) / 2
