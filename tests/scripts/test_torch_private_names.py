@@ -21,8 +21,8 @@ FILES = sorted((ROOT / "launcher").rglob("*.py"))
 KNOWN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
 NAMES = tuple(next(iter(KNOWN.values())))
 # Attributes and functions of C++ without a line of Python or a stub: they are tested with the installed torch
-# only. `_timeout` is one of a ProcessGroup's options, `_saved_...` belong to a node of the backward
-# pass, and the others are operators of aten.
+# only. `_saved_...` belong to a node of the backward pass, `_cdata` to a storage; the others are
+# operators of aten and functions of a backend.
 COMPILED = (
     "_cdata",
     "_is_mkldnn_bf16_supported",
@@ -31,23 +31,10 @@ COMPILED = (
     "_saved_other",
     "_saved_reduction",
     "_scaled_dot_product_flash_attention_for_cpu",
-    "_timeout",
     "_to_copy",
 )
-# Private attributes of other libraries than torch: of os, random, Hydra, datasets, wandb and torchmetrics.
-OF_OTHERS = {
-    *(
-        "_connection",
-        "_exit",
-        "_inst",
-        "_rand",
-        "_apply_overrides_to_config",
-        "_normalize_file_name",
-        "_fingerprint",
-        "_proc",
-    ),
-    "_reductions",
-}
+# Private attributes of others than torch: of sys, os, named tuples and argparse.
+OF_OTHERS = ("_current_frames", "_exit", "_getframe", "_option_string_actions", "_replace")
 
 
 class Use(NamedTuple):
