@@ -162,7 +162,6 @@ def test_without_a_network_the_error_names_the_folder(table, monkeypatch):
         load_recipe(config_of(table, path="nobody/nothing"))
 
 
-@pytest.mark.slow  # each process imports transformers
 def test_it_trains_in_fp16_on_two_ranks(table, tmp_path):
     words = [
         "recipe=bert",

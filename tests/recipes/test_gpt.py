@@ -80,7 +80,6 @@ def test_a_longer_text_than_the_context_is_written(file):
     assert load_recipe(replace(config, data=silent)).on_eval_end is None
 
 
-@pytest.mark.slow
 def test_it_learns_in_fp16_on_two_ranks_and_shows_what_it_writes(file, tmp_path):
     words = ["recipe=gpt", f"data.path={file}", *SMALL, "data.sample_tokens=20", "optim.lr=0.01"]
     words += ["train.max_steps=8", "train.epochs=9", "train.eval_every_steps=4", "tracker=none"]
