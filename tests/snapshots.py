@@ -13,9 +13,9 @@ from torch import Tensor
 
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
 from launcher.checkpoint.run_state import (
+    Identity,
     MonitoredMetric,
     RunExtras,
-    RunIdentity,
     Snapshot,
     TrainProgress,
     begin_snapshot,
@@ -26,18 +26,18 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine import AverageState, Stepper
 from launcher.engine.state import EngineState
 
-IDENTITY = RunIdentity(
-    recipe="cnn",
-    model="small",
-    optimizer="adamw",
-    precision="fp16",
-    data="digits",
-    seed=0,
-    num_samples=100,
-    batch_size=10,
-    drop_last=False,
-    tensors={"fc.weight": [3, 4], "fc.bias": [3], "norm.count": []},
-)
+IDENTITY = {
+    "seed": "0",
+    "recipe.name": "cnn",
+    "model.name": "small",
+    "optim.name": "adamw",
+    "precision.name": "fp16",
+    "data.name": "digits",
+    "num_samples": "100",
+    "tensor fc.weight": "[3, 4]",
+    "tensor fc.bias": "[3]",
+    "tensor norm.count": "[]",
+}
 
 
 def snapshot(
@@ -89,7 +89,7 @@ def snapshot(
 def take(
     stepper: Stepper,
     env: WorkerEnv,
-    identity: RunIdentity,
+    identity: Identity,
     progress: TrainProgress,
     **more: Any,
 ) -> Snapshot | None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from launcher import worker
-from launcher.checkpoint.run_state import RunIdentity, Snapshot, TrainProgress
+from launcher.checkpoint.run_state import Snapshot, TrainProgress, identity_of
 from launcher.checkpoint.storage import load
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
@@ -132,7 +132,7 @@ def test_nothing_of_a_snapshot_stays_on_the_device(policy, ddp) -> None:
     with alone if ddp is None else fake_group(2) as group, MetaDevice():
         stepper = stepper_of(policy, group, ddp, 1)
         env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
-        identity = RunIdentity.of(composed(), stepper.model, 100)
+        identity = identity_of(composed(), stepper.model, 100)
         snapshot = take(stepper, env, identity, TrainProgress(0, 1, 8))
     assert isinstance(snapshot, Snapshot)
     found = tensors_in(snapshot)

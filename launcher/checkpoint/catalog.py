@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.checkpoint.manifest import MANIFEST, step_name, verify
-from launcher.checkpoint.run_state import RunIdentity, Snapshot
+from launcher.checkpoint.run_state import Identity, Snapshot, refuse_other
 from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
@@ -134,7 +134,7 @@ def _refuse_link(path: Path) -> None:
         )
 
 
-def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdentity) -> ResumeChoice:
+def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: Identity) -> ResumeChoice:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
     Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.
@@ -146,21 +146,23 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdent
     read: list[CheckpointFiles] = []  # on rank 0
 
     def chosen() -> bytes:
-        found, files = _read_choice(directory, resume_from)
-        if files is None:
-            return json.dumps([None, found.damaged, None, False]).encode()
-        read.append(files)
-        elsewhere = files.path.parent.resolve() != directory.resolve()
-        return json.dumps([str(files.path.absolute()), found.damaged, files.state, elsewhere]).encode()
+        what = f"the checkpoints in {directory} or of checkpoint.resume={resume_from} cannot be read"
+        with failing_as_storage_error(what, "Give this user the right to read them, or start again."):
+            found = _choose(directory, resume_from)
+            if found.path is None:
+                return json.dumps([None, found.damaged, None, False]).encode()
+            read.append(read_files(found.path))
+        elsewhere = found.path.parent.resolve() != directory.resolve()
+        return json.dumps([str(found.path.absolute()), found.damaged, read[0][0], elsewhere]).encode()
 
     path, damaged, state, elsewhere = json.loads(from_rank0(env, chosen))
     found = ResumeChoice(None if path is None else Path(path), damaged)
     if found.path is not None:
-        model_tensors = broadcast_tensors(env, read[0].model_tensors if read else None)
-        resume_tensors = broadcast_tensors(env, read[0].resume_tensors if read else None)
+        model_tensors = broadcast_tensors(env, read[0][1] if read else None)
+        resume_tensors = broadcast_tensors(env, read[0][2] if read else None)
         with raise_on_all_ranks(env):
-            snapshot = snapshot_of(CheckpointFiles(found.path, state, model_tensors, resume_tensors))
-            identity.refuse_other(snapshot.identity, str(found.path), as_start=elsewhere)
+            snapshot = snapshot_of((state, model_tensors, resume_tensors))
+            refuse_other(identity, snapshot.identity, str(found.path), as_start=elsewhere)
         found = replace(found, snapshot=snapshot)
     with raise_on_all_ranks(env):
         if env.is_rank0:  # one process must rename
@@ -171,14 +173,6 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdent
                 ):
                     record_discarded(directory.parent)
     return found
-
-
-def _read_choice(directory: Path, resume_from: str) -> tuple[ResumeChoice, CheckpointFiles | None]:
-    """What rank 0 resumes from, and its files."""
-    what = f"the checkpoints in {directory} or of checkpoint.resume={resume_from} cannot be read"
-    with failing_as_storage_error(what, "Give this user the right to read them, or start again."):
-        found = _choose(directory, resume_from)
-        return found, None if found.path is None else read_files(found.path)
 
 
 def _choose(directory: Path, resume_from: str) -> ResumeChoice:

@@ -13,9 +13,9 @@ from launcher.checkpoint import catalog, run_state
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveResult
 from launcher.checkpoint.catalog import ResumeChoice
 from launcher.checkpoint.run_state import (
+    Identity,
     MonitoredMetric,
     RunExtras,
-    RunIdentity,
     Snapshot,
     TrainProgress,
 )
@@ -34,7 +34,7 @@ class Checkpointer:
         env: WorkerEnv,
         stepper: Stepper,
         average: ExponentialMovingAverage | None,
-        identity: RunIdentity,
+        identity: Identity,
     ) -> None:
         self.directory = directory
         self._env, self._stepper, self._average = env, stepper, average

@@ -7,7 +7,7 @@ Knows no files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from launcher.engine.params.module_buffers import is_statistic
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
 from launcher.errors import ConfigError, listed
+from launcher.run_dir.differences import IDENTITY, changes, settings_of
 
 SHOWN = 3  # differences named in an error
 
@@ -60,68 +61,36 @@ class BestEvaluation(MonitoredMetric):
     step: int = 0
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """The properties that a resumed run must share.
+Identity = Mapping[str, str]  # what a resumed run must share, by name
+
+
+def identity_of(config: Config, model: nn.Module, num_samples: int) -> Identity:
+    """The keys of IDENTITY, the number of samples, and the shapes of parameters and buffers.
 
     Learning rate, epochs, world size and ddp options may change.
     """
+    settings, tensors = settings_of(config), named_parameters(model) | named_buffers(model)
+    return {
+        **{key: settings[key] for key in IDENTITY},
+        "num_samples": str(num_samples),
+        **{f"tensor {name}": str(list(tensor.shape)) for name, tensor in tensors.items()},
+    }
 
-    recipe: str
-    model: str | None
-    optimizer: str
-    precision: str
-    data: str | None
-    seed: int
-    num_samples: int
-    batch_size: int
-    drop_last: bool
-    tensors: dict[str, list[int]]  # shapes of parameters and buffers by name
 
-    @classmethod
-    def of(cls, config: Config, model: nn.Module, num_samples: int) -> RunIdentity:
-        tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
-        return cls(
-            recipe=config.recipe.name,
-            model=config.model.name,
-            optimizer=config.optim.name,
-            precision=config.precision.name,
-            data=config.data.name,
-            seed=config.seed,
-            num_samples=num_samples,
-            batch_size=config.data.batch_size,
-            drop_last=config.data.drop_last,
-            tensors={name: list(tensor.shape) for name, tensor in tensors},
+def refuse_other(identity: Identity, saved: Identity, where: str, *, as_start: bool = False) -> None:
+    """Raise ConfigError unless `saved`, found in `where`, is of this run.
+
+    `as_start`: the state of another run from which this one starts. Its precision may differ, because
+    saved weights are fp32 in every precision.
+    """
+    may_differ = {"precision.name"} if as_start else set()
+    found = [text for key, text in changes(saved, identity).items() if key not in may_differ]
+    if found:
+        raise ConfigError(
+            f"{where} belongs to another run: {listed(found, SHOWN, '; ')}. A run resumes only with the "
+            "model, data and optimizer it started with: give the overrides it was started with "
+            "(overrides.txt of its run), or start a new run with another run.dir."
         )
-
-    def differences(self, saved: RunIdentity) -> list[str]:
-        """Properties on which `saved` differs from this run, as messages; empty for the same run."""
-        mine, theirs = asdict(self), asdict(saved)
-        shapes, saved_shapes = mine.pop("tensors"), theirs.pop("tensors")
-        found = [
-            f"{key} is {theirs[key]} there and {value} here"
-            for key, value in mine.items()
-            if theirs[key] != value
-        ]
-        for name in sorted(shapes.keys() | saved_shapes.keys()):
-            there, here = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
-            if there != here:
-                found.append(f"{name} is {there} there and {here} here")
-        return found
-
-    def refuse_other(self, saved: RunIdentity, where: str, *, as_start: bool = False) -> None:
-        """Raise ConfigError unless `saved`, found in `where`, is of this run.
-
-        `as_start`: the state of another run from which this one starts. Its precision may differ, because
-        saved weights are fp32 in every precision.
-        """
-        found = self.differences(replace(saved, precision=self.precision) if as_start else saved)
-        if found:
-            raise ConfigError(
-                f"{where} belongs to another run: {listed(found, SHOWN, '; ')}. A run resumes only with "
-                "the model, data and optimizer it started with: give the overrides it was started with "
-                "(overrides.txt of its run), or start a new run with another run.dir."
-            )
 
 
 @dataclass(frozen=True)
@@ -142,7 +111,7 @@ class Snapshot:
 
     engine: EngineState  # its buffers are averaged over the ranks, as for an evaluation
     progress: TrainProgress
-    identity: RunIdentity
+    identity: Identity
     world_size: int  # of the ranks that saved it
     names: dict[str, str]  # of each tensor, by key of the model's state_dict: tied weights are stored once
     # [world_size, ...], those that differ between ranks, as BatchNorm statistics do between evaluations.
@@ -167,7 +136,7 @@ class PendingSnapshot:
 
     def finish(
         self,
-        identity: RunIdentity,
+        identity: Identity,
         progress: TrainProgress,
         metric: MonitoredMetric | None,
         extra: RunExtras,
@@ -269,25 +238,15 @@ def _restore_average(average: ExponentialMovingAverage, snapshot: Snapshot, env:
 
 
 def _gathered(tensors: Mapping[str, Tensor], env: WorkerEnv) -> dict[str, Tensor]:
-    """All ranks' values on the host, [world_size, *shape] by name. A collective, one for all tensors."""
-    if not tensors:
-        return {}
-    flat = [t.detach().to(env.device).contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
-    own = torch.cat(flat)
-    ranks = [own] if env.group is None else gather(own, env.group)
-    parts = torch.split(torch.stack(ranks).cpu(), [len(part) for part in flat], dim=1)
-    return {
-        name: _viewed(part, tensor.dtype, tensor.shape)
-        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
-    }
-
-
-def _viewed(rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Bytes of all ranks as their values. Copied: viewing them as a wider dtype needs an aligned address."""
-    values = torch.empty((len(rows), *shape), dtype=dtype)
-    if values.numel():
-        values.view(len(rows), -1).view(torch.uint8).copy_(rows)
-    return values
+    """All ranks' values on the host, [world_size, *shape] by name. A collective for each tensor."""
+    found = {}
+    for name, tensor in tensors.items():
+        # As bytes, because the collectives lack some dtypes; and they refuse an empty tensor.
+        own = tensor.detach().to(env.device).contiguous().reshape(-1).view(torch.uint8)
+        rows = gather(own, env.group) if own.numel() else [own] * env.world_size
+        values = torch.cat(rows).cpu().view(tensor.dtype)
+        found[name] = values.reshape(env.world_size, *tensor.shape)
+    return found
 
 
 def _equal_on_ranks(rows: Tensor) -> bool:

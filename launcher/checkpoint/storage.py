@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,22 @@ from launcher.checkpoint.manifest import (
 from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
-    RunIdentity,
     Snapshot,
     TrainProgress,
     mean_over_ranks,
 )
 from launcher.checkpoint.tensors import (
     Pause,
+    mapped,
     no_pause,
-    read_tensors,
     write_bytes,
     write_tensors,
 )
+from launcher.run_dir.codec import decoded, encoded
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import failing_as_storage_error
-from launcher.run_dir.codec import decoded, encoded
 
 NOT_WRITTEN = (
     "Earlier ones are intact. Free disk space; the directory must be writable and hold no checkpoint of that "
@@ -95,57 +94,28 @@ def load(path: Path) -> Snapshot:
         raise StorageError(
             f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint with checkpoint.resume=PATH."
         )
-    return read(path)
-
-
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """The three files of a verified checkpoint: what is sent to other ranks, and made a Snapshot of there."""
-
-    path: Path
-    state: dict[str, Any]
-    model_tensors: Mapping[str, Tensor]  # weights and buffers
-    resume_tensors: Mapping[str, Tensor]  # what only a resume needs
-
-
-def read(path: Path) -> Snapshot:
-    """Read a verified checkpoint, as `read_files` and `snapshot_of`."""
     return snapshot_of(read_files(path))
 
 
+# state.json, weights and buffers, and what only a resume needs: sent to other ranks, a Snapshot there.
+CheckpointFiles = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]
+
+
 def read_files(path: Path) -> CheckpointFiles:
-    """The files of a verified checkpoint, tensors mapped. Raises StorageError where one cannot be read."""
-    model_tensors, resume_tensors = read_tensors(path / WEIGHTS), read_tensors(path / OPTIMIZER)
+    """The files of a verified checkpoint, tensors mapped. Raises OSError; StorageError for other formats."""
+    from safetensors import SafetensorError
+
     try:
-        return CheckpointFiles(path, read_state(path), model_tensors, resume_tensors)
-    except (OSError, ValueError) as error:
-        raise _no_state(path, error) from error
-
-
-def snapshot_of(files: CheckpointFiles) -> Snapshot:
-    """The state of the run. Raises StorageError where the files do not hold one."""
-    try:
-        return _snapshot_of(files.state, files.model_tensors, files.resume_tensors)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _no_state(files.path, error) from error
-
-
-def _no_state(path: Path, error: Exception) -> StorageError:
-    return StorageError(
-        f"{path} does not hold the state of a run: {type(error).__name__}: {error}. "
-        "Take another checkpoint with checkpoint.resume=PATH."
-    )
+        return read_state(path), mapped(path / WEIGHTS), mapped(path / OPTIMIZER)
+    except (SafetensorError, ValueError) as error:
+        text = f"{path} is no checkpoint: {error}. Only safetensors and JSON are read."
+        raise StorageError(text) from error
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint. Raises OSError or ValueError."""
-    try:
-        value = json.loads((path / STATE).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{STATE} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{STATE} is not a JSON object")
-    return value
+    """state.json of a verified checkpoint. Raises OSError."""
+    state: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    return state
 
 
 def quarantine(path: Path, prefix: str) -> Path:
@@ -205,7 +175,7 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
         "reference_count": engine.reference_count,
         "outliers": engine.outliers,
         "metric": None if snapshot.metric is None else asdict(snapshot.metric),
-        "identity": asdict(snapshot.identity),
+        "identity": snapshot.identity,
         "world_size": snapshot.world_size,
         "names": snapshot.names,
         "extra": encoded(snapshot.extra),
@@ -215,10 +185,9 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
     }
 
 
-def _snapshot_of(
-    state: dict[str, Any], model_tensors: Mapping[str, Tensor], resume_tensors: Mapping[str, Tensor]
-) -> Snapshot:
-    """Raises KeyError, TypeError, AttributeError or ValueError for content that does not match."""
+def snapshot_of(files: CheckpointFiles) -> Snapshot:
+    """The state of the run that the files hold."""
+    state, model_tensors, resume_tensors = files
     average, average_buffers = None, _under(AVERAGE_BY_RANK, resume_tensors)
     if state["average"] is not None:
         of_all = {name: mean_over_ranks(name, rows) for name, rows in average_buffers.items()}
@@ -234,7 +203,7 @@ def _snapshot_of(
             outliers=state["outliers"],
         ),
         progress=TrainProgress(**state["progress"]),
-        identity=RunIdentity(**state["identity"]),
+        identity=state["identity"],
         world_size=state["world_size"],
         names=state["names"],
         rank_buffers=_under(BY_RANK, resume_tensors),

@@ -84,19 +84,6 @@ def write_tensors(
         return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts), pause)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file from `write_tensors`, mapped. Raises StorageError for any other file."""
-    from safetensors import SafetensorError
-
-    try:
-        return mapped(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise StorageError(
-            f"{path} cannot be read as safetensors: {error}. Only safetensors and JSON are read. "
-            "Choose another checkpoint with checkpoint.resume=PATH."
-        ) from error
-
-
 def mapped(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped. Raises OSError, SafetensorError and ValueError."""
     from safetensors.torch import load_file

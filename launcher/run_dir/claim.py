@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from launcher.run_dir.codec import decoded
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, counted, listed
 from launcher.run_dir.atomic import failing_as_storage_error, read_json
-from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import IDENTITY, differences
 from launcher.run_dir.discarding import (
     DISCARDED,
@@ -37,7 +37,7 @@ from launcher.run_dir.records import (
     write_metadata,
 )
 from launcher.run_dir.result import Result
-from launcher.run_dir.status import FILE_NAME, state_since
+from launcher.run_dir.status import FILE_NAME
 
 DEFAULT_ROOT = Path("outputs")
 SHOWN = 8  # settings that differ
@@ -140,22 +140,19 @@ def _finished(config: Config, directory: Path) -> str:
     # Whether it has ended before its last step under the rule that this command gives.
     early = stopped_early is not None and all(stopped_early.get(key) == value for key, value in rule.items())
     left = steps < config.train.total_steps(result.steps_per_epoch) and not early
-    if left or _was_cut_short(directory, steps):
+    if left:
         return ""
     metric = "" if result.metric is None else f": {result.metric_name} {result.metric}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps
     key = "early_stopping.patience" if early else "train.max_steps" if limits else "train.epochs"
+    done = f"{directory}: the run is done, after {counted(steps, 'step')}{metric}."
+    done = f"{done} To train longer, raise {key}. {TO_BEGIN_ANEW}"
     if others:
         raise ConfigError(
-            f"run.dir={directory} holds a run that is done, after {counted(steps, 'step')}{metric}, and was "
-            f"trained with other settings: {differing}. To train with those of this command, choose "
-            "another directory, or leave run.dir out for a new one. To train that run "
-            f"longer with them, raise {key}. {TO_BEGIN_ANEW}"
+            f"{done} It was trained with other settings: {differing}. To train with those of this command, "
+            "choose another directory."
         )
-    done = (
-        f"{directory}: the run is done, after {counted(steps, 'step')}{metric}. To train longer, raise {key}."
-    )
-    return f"{done} {TO_BEGIN_ANEW}"
+    return done
 
 
 def _has_trained(directory: Path) -> bool:
@@ -166,15 +163,6 @@ def _has_trained(directory: Path) -> bool:
         return decoded(Result, read_json(directory / RESULT)).state == "done"
     except (OSError, ValueError):
         return False
-
-
-def _was_cut_short(directory: Path, steps: int) -> bool:
-    """Whether a run was killed between writing its result and reporting its end.
-
-    Such a run is resumed if it has a checkpoint of its last step, and left unchanged if not.
-    """
-    last = directory / CHECKPOINTS / f"step-{steps:08d}"
-    return state_since(directory / FILE_NAME, 0) == "running" and last.is_dir()
 
 
 def new_directory(root: Path) -> Path:

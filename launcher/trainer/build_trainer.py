@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.checkpointer import Checkpointer
-from launcher.checkpoint.run_state import RunIdentity
+from launcher.checkpoint.run_state import identity_of
 from launcher.config.schema import Config
 from launcher.data.iterable_loader import IterableData
 from launcher.data.labels import Labels
@@ -91,7 +91,7 @@ def build_trainer(
 def _build_checkpointer(context: TrainContext) -> Checkpointer:
     config, stepper = context.config, context.stepper
     num_samples = 0 if isinstance(context.data.train, IterableData) else context.plan.num_samples
-    identity = RunIdentity.of(config, stepper.model, num_samples)
+    identity = identity_of(config, stepper.model, num_samples)
     folder = Path(config.run.dir) / FOLDER
     return Checkpointer(folder, config.checkpoint.keep, context.env, stepper, context.ema, identity)
 

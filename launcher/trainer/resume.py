@@ -8,7 +8,7 @@ from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.checkpoint.run_state import Snapshot
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, listed
-from launcher.run_dir.differences import LENGTH_KEYS, changed_settings, settings_of
+from launcher.run_dir.differences import LENGTH_KEYS, changes, settings_of
 from launcher.run_dir.discarding import resume_after
 from launcher.telemetry.events import RestartEvent
 from launcher.trainer.builders.data_check import check_same_data_as_checkpoint
@@ -67,7 +67,7 @@ def _warn_of_changes(context: TrainContext, saved: Snapshot) -> None:
     allowed = config.checkpoint.allow_other_data
     if text := check_same_data_as_checkpoint(saved.extra.data, context.data_fingerprint, allowed):
         telemetry.warn(text)
-    others = changed_settings(saved.extra.settings, settings_of(config))
+    others = changes(saved.extra.settings, settings_of(config))
     lengths = [others.pop(key) for key in LENGTH_KEYS if key in others]
     texts = list(others.values())
     if lengths and (context.recipe.schedule is not None or config.schedule.name != "constant"):

@@ -39,7 +39,7 @@ from torch import nn
 from launcher.checkpoint import run_state, storage
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.catalog import newest_intact
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, Snapshot, TrainProgress
+from launcher.checkpoint.run_state import RunExtras, Snapshot, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.os.allocator import tune_malloc
@@ -78,9 +78,7 @@ class Job:
         self.labels = torch.randint(10, (batch,))
         self.stepper = Stepper(model, AdamW(1e-3), Policy.fp16(), reference_count=batch)
         self.env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        shapes = {key: list(tensor.shape) for key, tensor in tensors}
-        self.identity = RunIdentity("bench", name, "adamw", "fp16", "random", 0, batch, batch, False, shapes)
+        self.identity = {"model.name": name, "num_samples": str(batch)}
         self.steps = 0
 
     def step(self) -> None:
@@ -235,7 +233,7 @@ class Files:
     def resume(self) -> None:
         path = newest_intact(self.directory).path
         assert path is not None
-        run_state.restore(self.job.stepper, storage.read(path), self.job.env)
+        run_state.restore(self.job.stepper, storage.snapshot_of(storage.read_files(path)), self.job.env)
 
     def read_and_hash(self) -> None:
         """In one pass over the file, in memory that is touched."""

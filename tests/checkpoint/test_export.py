@@ -16,9 +16,9 @@ from launcher.checkpoint.export import export
 from launcher.checkpoint.run_state import (
     BestEvaluation,
     RunExtras,
-    RunIdentity,
     Snapshot,
     TrainProgress,
+    identity_of,
 )
 from launcher.checkpoint.storage import publish
 from launcher.distributed.env import WorkerEnv
@@ -50,7 +50,7 @@ def trained(name: str) -> Snapshot:
     made = take(
         stepper,
         ALONE,
-        RunIdentity.of(composed(), stepper.model, 9),
+        identity_of(composed(), stepper.model, 9),
         TrainProgress(0, 3, 24),
     )
     assert made is not None

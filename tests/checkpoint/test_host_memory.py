@@ -10,10 +10,10 @@ from launcher.checkpoint.host_memory import HostCopies
 from launcher.checkpoint.run_state import (
     PendingSnapshot,
     RunExtras,
-    RunIdentity,
     Snapshot,
     TrainProgress,
     begin_snapshot,
+    identity_of,
 )
 from launcher.checkpoint.storage import load, publish
 from launcher.distributed.env import WorkerEnv
@@ -59,7 +59,7 @@ def test_values_shapes_and_strides_are_kept() -> None:
 
 def finished(pending: PendingSnapshot | None, stepper: Stepper, step: int) -> Snapshot:
     assert pending is not None
-    identity = RunIdentity.of(composed(), stepper.model, 100)
+    identity = identity_of(composed(), stepper.model, 100)
     return pending.finish(identity, TrainProgress(0, step, step), None, RunExtras())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -256,7 +255,7 @@ def test_all_ranks_resume_what_rank_0_resumes_whatever_they_see(tmp_path: Path) 
 
 def resume_with_another_seed_on_rank_1(env: WorkerEnv, directory: Path) -> str:
     """What one rank alone refuses is refused on all ranks."""
-    identity = replace(IDENTITY, seed=7) if env.rank == 1 else IDENTITY
+    identity = {**IDENTITY, "seed": "7"} if env.rank == 1 else IDENTITY
     try:
         resume(env, directory, "auto", identity)
     except ConfigError as error:

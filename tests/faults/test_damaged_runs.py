@@ -302,13 +302,13 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(again: Path, tmp_path: Path, n
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model": "resnet50"}, "model is resnet50 there and resnet18 here"),
-        ({"tensors": {}}, "ballast is missing there and [20000] here"),
+        ({"model.name": "resnet50"}, "model.name is resnet50 there and resnet18 here"),
+        ({"tensor ballast": "[1]"}, "tensor ballast is [1] there and [20000] here"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(stopped, tmp_path: Path, change, text) -> None:
     taken = load(step_dir(stopped, 12))
-    foreign = publish(tmp_path / "foreign", replace(taken, identity=replace(taken.identity, **change)))
+    foreign = publish(tmp_path / "foreign", replace(taken, identity={**taken.identity, **change}))
     ended = run(tmp_path / "run", f"checkpoint.resume={foreign}", ranks=2)
     assert ended.codes == [2, 2], ended
     assert f"{foreign} belongs to another run: {text}" in ended.outputs[0]

@@ -36,7 +36,7 @@ def changed(ended: Ended) -> list[str]:
 def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) -> None:
     second, logged = continued(tmp_path, ("precision=fp32",), ("precision=fp16",))
     assert scales(second) == [1024] * 4
-    assert "precision.name was fp32 and is fp16" in "".join(changed(second))
+    assert "precision.name is fp32 there and fp16 here" in "".join(changed(second))
     assert logged[0].startswith("loss scale: dynamic, starts at 2^10 within")
     assert second.result["applied_steps"] == STEPS + 4
 
@@ -48,8 +48,8 @@ def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
     assert scales(second) == [128] * 4
     assert logged[0].startswith("loss scale: static, starts at 2^7 within 2^7 to 2^7, not from the state's")
     assert changed(second) == [
-        "resumed with other settings than the checkpoint's: precision.loss_scale.mode was dynamic and is "
-        "static; precision.loss_scale.init_scale was 1024 and is 128"
+        "resumed with other settings than the checkpoint's: precision.loss_scale.mode is dynamic there and "
+        "static here; precision.loss_scale.init_scale is 1024 there and 128 here"
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, TrainProgress, begin_snapshot
+from launcher.checkpoint.run_state import RunExtras, TrainProgress, begin_snapshot, identity_of
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
@@ -178,7 +178,7 @@ def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
     """The copies run beside the next steps, whose updates wait for them."""
     env = WorkerEnv(0, 1, 0, 1, device, None)
     stepper = trained(stepper_of(device, Policy.fp16()), device)
-    identity = RunIdentity.of(composed(), stepper.model, 100)
+    identity = identity_of(composed(), stepper.model, 100)
     for start in (10, 20):
         expected = state_on_host(stepper)
         pending = begin_snapshot(stepper, None, env)

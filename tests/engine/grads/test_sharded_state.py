@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, TrainProgress, begin_snapshot
+from launcher.checkpoint.run_state import RunExtras, TrainProgress, begin_snapshot, identity_of
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replica_consistency import ema_sha256, weights_sha256
@@ -115,7 +115,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
             values = getattr(everywhere, part)
             assert all(torch.equal(value, values[name]) for name, value in getattr(state, part).items())
     assert stepper.named_masters(1).keys() == other.weights.keys()
-    identity, progress = RunIdentity.of(composed(), stepper.model, 100), TrainProgress(0, 3, 24)
+    identity, progress = identity_of(composed(), stepper.model, 100), TrainProgress(0, 3, 24)
     for _ in range(2):
         present = stepper.state()
         pending = begin_snapshot(stepper, average, env)
