@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 import pytest
 
 import launcher.engine.errors
@@ -77,10 +75,3 @@ def test_the_traceback_of_a_bug_of_ours_cannot_control_the_terminal(capsys) -> N
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback (most recent call last):\n  File ")
     assert shown.endswith("ValueError: \\x1b[2Jgone\n")
-
-
-def test_a_path_without_permission_is_an_error_of_one_line(capsys) -> None:
-    assert report_failure(PermissionError(errno.EACCES, "Permission denied", "/runs/7/metrics.jsonl")) == 8
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: /runs/7/metrics.jsonl: Permission denied. This user lacks a permission")
-    assert shown.count("\n") == 1

@@ -272,16 +272,6 @@ def test_the_lines_for_predicting_load_an_exported_folder(tmp_path, monkeypatch,
     assert capsys.readouterr().out.strip() in about["classes"]
 
 
-@pytest.mark.parametrize("words", ["compare recipe=resnet18", "export 'a run' b", "--help", "recipes"])
-def test_a_python_without_the_dependencies_says_which_command_has_them(words: str, clone: Path) -> None:
-    done = typed(f"{sys.executable} -S -m launcher {words}", clone)
-    assert done.returncode == 3
-    assert done.stderr == (
-        f"error: the Python {sys.executable} lacks torch, hydra, numpy, safetensors. "
-        f"This command sets up an environment first: scripts/run {words}\n"
-    )
-
-
 @pytest.mark.parametrize(
     "file", ["launcher.py", pytest.param("launcher/__init__.py", marks=pytest.mark.slow)]
 )

@@ -54,24 +54,13 @@ def shard_files(file: Path) -> list[Path]:
         return [file]
     try:
         names = sorted({str(name) for name in json.loads(file.read_bytes())["weight_map"].values()})
-    except FileNotFoundError:
-        raise ConfigError("there is no such file.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"it is no index of safetensors files: {described(error)}.") from None
-    for name in names:
-        if not (file.parent / name).is_file():
-            raise ConfigError(
-                f"it names {name}, which is not beside it. Download all of its {len(names)} files."
-            )
     return [file.parent / name for name in names]
 
 
 def _digest_of(file: Path) -> str:
     try:
-        if file.is_dir():
-            raise ConfigError(_of_directory(file))
-        if file.exists() and not file.is_file():
-            raise ConfigError("it is no plain file. Give a safetensors file.")
         with open(file, "rb") as content:
             start = content.read(9)
             # The length of a safetensors header, before its "{", may begin with the byte of a pickle too.
@@ -79,18 +68,9 @@ def _digest_of(file: Path) -> str:
                 raise ConfigError(_of_pickle(file))
             content.seek(0)
             return hashlib.file_digest(content, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise ConfigError(f"there is no such file. Write one: {program()} export RUN FILE") from None
     except OSError as error:
-        raise ConfigError(f"it cannot be read: {error.strerror}. Give a safetensors file.") from None
-
-
-def _of_directory(directory: Path) -> str:
-    if (directory / "checkpoints").is_dir():
-        return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
-    inside = sorted(path.name for path in directory.glob("*.safetensors*"))
-    files = f": {', '.join(inside)}" if inside else ""
-    return f"it is a directory. Give a safetensors file, or the index of several{files}."
+        advice = f"Give a safetensors file; of a run `{program()} export RUN FILE` writes one"
+        raise ConfigError(f"{file.name} cannot be read: {error.strerror}. {advice}.") from None
 
 
 def _of_pickle(file: Path) -> str:

@@ -59,8 +59,6 @@ def refuse_variations(words: Sequence[str]) -> None:
     from hydra.errors import OverrideParseException
 
     for word in words:
-        if word.startswith("sweep.parallel=") and word != ONE_AT_A_TIME:
-            raise ConfigError(f"compare {word}: its runs train one at a time, because times are compared.")
         with suppress(OverrideParseException):  # the composition refuses it with the reason
             if OverridesParser.create().parse_override(word).is_sweep_override():
                 rule = "only precision and seed may have several values"

@@ -6,11 +6,9 @@ Owns the text of the skeleton, which runs as it is. Never overwrites a file. Imp
 from __future__ import annotations
 
 import keyword
-from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
-from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError
 from launcher.launch.config_broadcast import ConfigBroadcast
@@ -54,7 +52,8 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     if len(arguments.words) != 1:
         raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
     (name,) = arguments.words
-    refuse_name(name)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"new {name}: it becomes the name of a function: letters, digits and '_'.")
     file = Path(f"{name}.py")
     try:
         with open(file, "x", encoding="utf-8") as opened:
@@ -65,14 +64,3 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
         raise StorageError(f"new {name}: {file}: {error.strerror}.") from error
     print(file)
     print(f"train it: {program()} recipe={file} {OPTIMIZER}")
-
-
-def refuse_name(name: str) -> None:
-    """Raise ConfigError for what cannot name a function, or names a recipe or a module that exists."""
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"new {name}: it becomes the name of a function: letters, digits and '_'.")
-    # A file of this name in the working directory would be imported in place of the module.
-    module = find_spec(name)
-    is_module = module is not None and module.origin is not None  # not a folder without files of Python
-    if is_module or name in group_choices(conf_dir()).get("recipe", []):
-        raise ConfigError(f"new {name}: a recipe of the program or a module has this name. Choose another.")

@@ -25,7 +25,6 @@ from launcher.errors import (
     ConfigError,
     LauncherError,
     PreemptedError,
-    StorageError,
     escaped,
 )
 from launcher.launch.config_broadcast import ConfigBroadcast
@@ -109,11 +108,6 @@ def run_node(config: Config, launch: LaunchEnv, store: dist.Store | None, job: s
 def report_failure(error: Exception) -> int:
     """Print the error, after the traceback of what it does not explain; returns the exit code."""
     error = to_resource_error(error, "this process") or error
-    if isinstance(error, PermissionError) and error.filename:
-        error = StorageError(
-            f"{error.filename}: {error.strerror}. This user lacks a permission for it, or for a directory "
-            "above it: change that (chmod, chown), or give another path."
-        )
     if isinstance(error, LauncherError):
         if error.exit_code in STOPPED:  # a further Ctrl-C would replace the exit code, or end in a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -192,18 +192,17 @@ def test_the_files_of_an_index_are_read_as_one(tmp_path) -> None:
     assert loaded.error == ""
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state_of(mlp(1)).items())
     assert load(mlp(), index, sha256=loaded.sha256).error == ""
-    assert "Give a safetensors file, or the index of several: model-00001" in refused(mlp(), tmp_path)
     damaged(tmp_path / "model-00002-of-00002.safetensors")
     assert "its SHA-256 is" in refused(mlp(), index, sha256=loaded.sha256)
     assert "it is damaged" in refused(mlp(), index)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    assert "it names model-00002-of-00002.safetensors, which is not beside it" in refused(mlp(), index)
+    assert "model-00002-of-00002.safetensors cannot be read: No such file" in refused(mlp(), index)
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ('{"weight_map": {"a": "a.pth"}}', "it names a.pth, which is not beside it"),
+        ('{"weight_map": {"a": "a.pth"}}', "a.pth cannot be read: No such file"),
         ("[]", "it is no index of safetensors files: TypeError"),
         ("{", "it is no index of safetensors files: JSONDecodeError"),
     ],
@@ -237,7 +236,7 @@ def made_text(file: Path) -> None:
         (damaged, "it is damaged, or no safetensors file"),
         (emptied, "it is damaged, or no safetensors file"),
         (made_text, "it is damaged, or no safetensors file"),
-        (Path.unlink, "there is no such file. Write one: python -m launcher export RUN FILE"),
+        (Path.unlink, "cannot be read: No such file or directory. Give a safetensors file"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path, spoil, text) -> None:
@@ -246,14 +245,10 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, spoil, text) -> None:
     assert text in refused(mlp(), file, strict=False)
 
 
-def test_directories_are_refused_with_what_to_give(tmp_path) -> None:
-    assert "it is a directory. Give a safetensors file, or the index of several." in refused(mlp(), tmp_path)
-    saved(tmp_path / "model.safetensors", state_of(mlp(1)))
-    assert "or the index of several: model.safetensors." in refused(mlp(), tmp_path)
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert f"python -m launcher export {tmp_path / 'run'} weights" in refused(mlp(), tmp_path / "run")
-    assert "it is a run. Export" in refused(mlp(), tmp_path / "run")
-    assert "it is no plain file" in refused(mlp(), "/dev/zero")
+def test_a_run_is_refused_with_what_to_give(tmp_path) -> None:
+    text = refused(mlp(), tmp_path)
+    assert f"{tmp_path.name} cannot be read: Is a directory. Give a safetensors file" in text
+    assert "`python -m launcher export RUN FILE` writes one" in text
 
 
 def test_another_digest_than_the_recorded_one_is_refused(tmp_path) -> None:
