@@ -6,13 +6,14 @@ which may still be training.
 
 from __future__ import annotations
 
-import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
@@ -90,25 +91,28 @@ def with_model_folder(run_dir: Path, folder: Path) -> None:
 
 
 def _refuse_paths(run_dir: Path, file: Path) -> None:
-    if not os.path.isdir(run_dir):
+    """Raise ConfigError for what is no run, and for a file that no export has written."""
+    if not run_dir.is_dir():
         raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
+    if not file.exists():
+        return
+    with suppress(SafetensorError, OSError), safe_open(file, "pt") as opened:
+        if "checkpoint" in (opened.metadata() or {}):
+            return
+    raise ConfigError(f"{file} is there, and not from an export. Give another name, or remove it.")
 
 
 def _choose(directory: Path, best: bool) -> Path:
     found = newest_intact(directory, rename_damaged=False)
     path = best_intact(directory) if best else found.path
-    if path is not None:
-        return path
-    if found.path is not None:
+    if path is None:
+        what = " of a best evaluation" if best else ""
         raise StorageError(
-            f"{directory} holds no intact checkpoint of a best evaluation.{found.damaged_text} A run saves "
-            "one after each evaluation that is the best so far; without validation data "
-            f"(data.val_fraction=0) it makes none. Without --best the newest is exported, {found.path.name}."
+            f"{directory} holds no intact checkpoint{what}.{found.damaged_text} A run writes one every "
+            "checkpoint.every_s seconds or checkpoint.every_steps steps, at its end, and after each "
+            "evaluation that is the best so far."
         )
-    raise StorageError(
-        f"{directory} holds no intact checkpoint, so there is nothing to export.{found.damaged_text} A run "
-        "writes them every checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
-    )
+    return path
 
 
 def _narrowed(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,8 @@ def export_weights(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """export RUN FILE [--dtype fp16] [--best]: writes the weights to a safetensors file
 
     Writes the weights of RUN's newest checkpoint to a safetensors file, with the names of the model's
-    state_dict. If the run has ema.decay, it writes the average of the weights.
+    state_dict. If the run has ema.decay, it writes the average of the weights. FILE is replaced only if an
+    export wrote it.
 
     If FILE is a folder or ends with a slash, it writes model.safetensors and prediction.json (classes,
     normalisation of images) into that folder. For a model of transformers it adds config.json and the

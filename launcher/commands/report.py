@@ -22,7 +22,8 @@ from launcher.os.stdio import say
 def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """report RUN ... [--out FILE]: writes report.html of a run, a sweep, or several runs
 
-    Writes report.html: for one run or sweep into its directory, for several into the working directory.
+    Writes report.html: for one run or sweep into its directory, for several into the working directory,
+    where it replaces no file but a report.
     RUN is the directory of a run, such as outputs/resnet18/20260101-120000-ab12, or of a sweep, with all its
     jobs.
 
@@ -31,6 +32,7 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     Example: {program} report outputs/resnet18/* --out runs.html
     """
     from launcher.report.comparison import is_sweep, job_directories, write_comparison
+    from launcher.report.html import GENERATOR
     from launcher.report.overview import run_table
     from launcher.report.page import render
     from launcher.report.run import Run
@@ -45,6 +47,8 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
         runs = [Run.read(directory, warn) for directory in run_directories(directories)]
         own = directories[0] / REPORT if len(directories) == 1 else Path(REPORT)
         place = Path(arguments.flags.get("--out") or own)
+        if place == Path(REPORT) and place.exists() and GENERATOR not in place.read_text(errors="replace"):
+            raise ConfigError(f"{place} is there, and no page of a report. Give another name: --out FILE.")
         by_directory = {run.directory.resolve(): run for run in runs}
         written = []
         for sweep in sweeps:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from launcher.checkpoint.export import export
@@ -106,6 +106,19 @@ def test_what_does_not_fit_into_fp16_is_refused(tmp_path: Path) -> None:
         export(tmp_path, tmp_path / "weights", "fp16")
     assert not (tmp_path / "weights").exists()
     export(tmp_path, tmp_path / "weights", "fp32")
+
+
+def test_a_file_that_no_export_has_written_is_left_as_it_is(tmp_path: Path) -> None:
+    publish_steps(tmp_path / "checkpoints", 1)
+    own, other = tmp_path / "own.safetensors", tmp_path / "other.safetensors"
+    for _ in range(2):
+        export(tmp_path, own)
+    save_file({"weight": torch.ones(1)}, other)
+    for file in (other, *tmp_path.glob("checkpoints/*/weights.safetensors")):
+        before = file.read_bytes()
+        with pytest.raises(ConfigError, match="not from an export"):
+            export(tmp_path, file)
+        assert file.read_bytes() == before
 
 
 def test_the_best_instead_of_the_newest(tmp_path: Path) -> None:

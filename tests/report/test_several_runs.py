@@ -127,6 +127,10 @@ def test_without_out_the_page_of_several_runs_is_in_the_working_directory(
     assert main(["report", *words]) == 0, "a page of ours is replaced"
     assert capsys.readouterr().out.endswith("\nreport.html\n")
     assert not (runs[0] / "report.html").exists()
+    (tmp_path / "report.html").write_text("my own page")
+    assert main(["report", *words]) == 2
+    assert "no page of a report. Give another name" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_text() == "my own page"
 
 
 @pytest.mark.parametrize("out", ["missing/x.html", "folder"])
