@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 from launcher.commands.arguments import Arguments, parse
-from launcher.commands.doctor import doctor
 from launcher.commands.help import COMMANDS, config_directories, help_text, version_text
 from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.distributed.env import LaunchEnv
@@ -25,7 +24,7 @@ from launcher.os.stdio import say
 
 # Commands and flags whose output is what they are run for
 ANSWERING = ("doctor", "plan", "predict", "recipes", "report", "watch")
-QUERIES = frozenset({"--help", "--version", "--cfg", "--info", "--hydra-help"})
+QUERIES = frozenset({"--help", "--version", "--cfg"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given(words or (), "nnodes") != "1":
                 os.environ.update(torchrun_env_from_slurm(os.environ))
             launch = LaunchEnv.from_environ(os.environ)
-        if (
-            launch.has_external_launcher
-            and "doctor" in argv
-            and (arguments := parse(argv)).command == "doctor"
-        ):
-            return doctor(
-                arguments, ConfigBroadcast(launch, run_worker)
-            )  # every rank looks, with its own words
+        if launch.has_external_launcher and "doctor" in argv:  # every rank looks, with its own words
+            return run_command(parse(argv), ConfigBroadcast(launch, run_worker))
         return run_other_rank(launch, argv) if launch.rank > 0 else run_rank0(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
@@ -63,8 +56,6 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
         exit_code, reason = run_command(parse(typed_argv(argv)), broadcast), ""
     except (KeyboardInterrupt, Interrupted):
         exit_code, reason = INTERRUPTED, "interrupted"
-    except SystemExit as stop:  # Hydra exits after some queries
-        exit_code, reason = stop.code if isinstance(stop.code, int) else 0, ""
     except Exception as error:
         # Printed before the others leave: torchrun kills the remaining ranks once one has failed.
         exit_code, reason = report_failure(error), in_words(error)
@@ -89,7 +80,7 @@ def run_overrides(argv: Sequence[str]) -> tuple[str, ...] | None:
         arguments = parse(typed_argv(argv))
     except LauncherError:
         return None
-    runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir", "--config-name"}
+    runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir"}
     return arguments.words if runs else None
 
 
@@ -115,14 +106,10 @@ def init_timeout_s(argv: Sequence[str]) -> float:
 
 
 def run_command(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
-    with suppress(BrokenPipeError) if answers(arguments) else nullcontext():  # `| head` has read enough
+    answers = arguments.command in ANSWERING or bool(QUERIES & arguments.flags.keys())
+    with suppress(BrokenPipeError) if answers else nullcontext():  # `| head` has read enough
         return execute(arguments, broadcast)
     return 0
-
-
-def answers(arguments: Arguments) -> bool:
-    """Whether the command is run for what it prints."""
-    return arguments.command in ANSWERING or bool(QUERIES & arguments.flags.keys())
 
 
 def execute(arguments: Arguments, broadcast: ConfigBroadcast) -> int:

@@ -47,12 +47,7 @@ def ask(words: Sequence[str], directory: Path, code: str | None = None) -> subpr
     [
         ("-m recipe=a", Arguments("train", ("recipe=a",), {"--multirun": None})),
         ("recipe=a -m seed=1,2", Arguments("train", ("recipe=a", "seed=1,2"), {"--multirun": None})),
-        (
-            "a=1 --cfg job b=2 -p optim c=3",
-            Arguments("train", ("a=1", "b=2", "c=3"), {"--cfg": "job", "--package": "optim"}),
-        ),
-        ("--info a=1", Arguments("train", ("a=1",), {"--info": "all"})),
-        ("-i config a=1", Arguments("train", ("a=1",), {"--info": "config"})),
+        ("a=1 --cfg job b=2", Arguments("train", ("a=1", "b=2"), {"--cfg": "job"})),
         ("-cd x recipes", Arguments("recipes", (), {"--config-dir": "x"})),
         ("report a b", Arguments("report", ("a", "b"), {})),
         ("", Arguments("train", (), {})),
@@ -67,9 +62,8 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
     ("argv", "line"),
     [
         ("--mutlirun a=1", "--mutlirun: there is no such flag. Nearest: --multirun."),
-        ("--package optim a=1", "--package: chooses the part of the config that --cfg job shows."),
         ("--cfg", "argument -c/--cfg: expected one argument. See --help."),
-        ("--experimental-rerun x.pickle", "--experimental-rerun: it would execute a pickle."),
+        ("--experimental-rerun x.pickle", "--experimental-rerun: there is no such flag."),
         ("--best recipe=resnet18", "--best: belongs to the command export and predict only."),
         ("export RUN FILE --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
         ("recipies", "recipies: there is no such command. Nearest: recipes."),
@@ -102,12 +96,6 @@ def test_each_command_has_a_page(command: str) -> None:
     (example,) = re.findall("Example: python -m launcher (.*)", page)
     assert parse(example.split()).command == command
     assert help_text([conf_dir()], command) != help_text([conf_dir()])
-
-
-def test_the_list_of_recipes_takes_no_name(tmp_path) -> None:
-    done = ask(["recipes", "a"], tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Its keys: recipe=NAME --cfg job" in done.stderr
 
 
 def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None:
@@ -166,8 +154,8 @@ def test_the_config_is_printed_and_nothing_runs(tmp_path, words: list[str]) -> N
 
 
 def test_the_printed_config_is_that_of_the_run(tmp_path) -> None:
-    done = ask(["recipe=resnet18", "--cfg", "job", "schedule=constant", "-p", "schedule"], tmp_path)
-    assert yaml.safe_load(done.stdout) == {
+    done = ask(["recipe=resnet18", "--cfg", "job", "schedule=constant"], tmp_path)
+    assert yaml.safe_load(done.stdout)["schedule"] == {
         "name": "constant",
         "warmup_fraction": 0,
         "lr_base_batch_size": None,

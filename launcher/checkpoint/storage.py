@@ -43,7 +43,7 @@ from launcher.checkpoint.tensors import (
     write_bytes,
     write_tensors,
 )
-from launcher.run_dir.codec import decoded, encoded
+from launcher.config.codec import decoded, encoded
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError

@@ -17,7 +17,6 @@ from launcher.config.messages import nearest, suggestion
 from launcher.errors import ConfigError
 
 COMMANDS = ("recipes", "report", "watch", "export", "predict", "new", "compare", "plan", "job", "doctor")
-INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 OWNERS: Mapping[str, Sequence[str]] = {  # of the flags that only these commands have
     "--best": ("export", "predict"),
     "--no-ema": ("export", "predict"),
@@ -26,12 +25,6 @@ OWNERS: Mapping[str, Sequence[str]] = {  # of the flags that only these commands
     "--every": ("watch",),
     "--json": ("plan", "doctor"),
     "--rates": ("plan",),
-}
-REFUSED = {  # flags of Hydra
-    "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
-    "-cp": "the tree of the program is fixed. Add your own with --config-dir DIR.",
-    "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "
-    "overrides.txt), with run.dir=DIR of the run to resume it.",
 }
 
 
@@ -47,11 +40,6 @@ class Arguments:
         directory = self.flags.get("--config-dir")
         return Path(directory) if directory else None
 
-    def hydra_flags(self) -> list[str]:
-        """The flags to pass to Hydra, in its form."""
-        theirs = [(flag, value) for flag, value in self.flags.items() if not flag.startswith("--config-")]
-        return [flag if value is None else f"{flag}={value}" for flag, value in theirs]
-
 
 class FlagParser(argparse.ArgumentParser):
     """The flags of all commands. Raises ConfigError for others."""
@@ -61,20 +49,14 @@ class FlagParser(argparse.ArgumentParser):
         for names in (
             ("-h", "--help"),
             ("-m", "--multirun"),
-            ("-r", "--run"),
             ("--version",),
-            ("--resolve",),
-            ("--hydra-help",),
             ("--best",),
             ("--no-ema",),
             ("--json",),
         ):
             self.add_argument(*names, action="store_const", const=None)
         self.add_argument("-cd", "--config-dir")
-        self.add_argument("-cn", "--config-name")
-        self.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
-        self.add_argument("-p", "--package")
-        self.add_argument("-i", "--info", choices=INFO_TOPICS)
+        self.add_argument("-c", "--cfg", choices=("job",))
         self.add_argument("--dtype", choices=("fp32", "fp16"))
         self.add_argument("--out")
         self.add_argument("--every", type=float)
@@ -92,15 +74,7 @@ def numbers(text: str) -> list[float]:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Sort argv; raises ConfigError for flags and commands that do not exist."""
-    for word in argv:
-        if reason := REFUSED.get(word.partition("=")[0]):
-            raise ConfigError(f"{word}: {reason}")
     parser = FlagParser()
-    # Hydra's `--info` may stand without its topic.
-    argv = [
-        "--info=all" if word in ("-i", "--info") and after not in INFO_TOPICS else word
-        for word, after in zip(argv, [*argv[1:], ""], strict=False)
-    ]
     found, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = suggestion(nearest(unknown[0], [*parser._option_string_actions]))
@@ -113,8 +87,6 @@ def parse(argv: Sequence[str]) -> Arguments:
     for name in flags.keys() & OWNERS.keys():
         if command not in OWNERS[name]:
             raise ConfigError(f"{name}: belongs to the command {' and '.join(OWNERS[name])} only.")
-    if "--package" in flags and "--cfg" not in flags:
-        raise ConfigError("--package: chooses the part of the config that --cfg job shows. Add --cfg job.")
     return Arguments(command, words[has_command:], flags)
 
 

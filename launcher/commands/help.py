@@ -23,7 +23,7 @@ from launcher.commands.run import run_sweep_job
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import program, show, tool
-from launcher.errors import ConfigError, escaped
+from launcher.errors import escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 
 TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
@@ -42,11 +42,9 @@ Single keys (see conf/config.yaml or --cfg job):
 
 Flags, before or after the keys:
   -m, --multirun             a sweep: optim.lr=0.05,0.1 seed=0,1 runs all combinations
-  -c, --cfg job              print the config instead of running; -p optim prints a part of it
+  -c, --cfg job              print the config instead of running
   -cd, --config-dir DIR      a config tree of your own, with the same groups
-  -cn, --config-name NAME    another primary config than config.yaml
-  -i, --info [TOPIC]         print which config files Hydra read, and from where
-  --hydra-help, --version, -h, --help
+  --version, -h, --help
 """
 
 
@@ -80,8 +78,6 @@ def print_recipes(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     Example: {program} recipes --config-dir mine
     """
-    if arguments.words:
-        raise ConfigError(f"recipes {arguments.words[0]}: give no name. Its keys: recipe=NAME --cfg job")
     print(escaped(recipes_text(config_directories(arguments))), end="")
 
 
@@ -132,9 +128,6 @@ def own_keys(values: Mapping[str, object], group: str) -> Iterator[str]:
 
 
 def version_text() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
-    try:
-        return f"fp16-launcher {version('fp16-launcher')}"
-    except PackageNotFoundError:
-        return "fp16-launcher, not installed (run from its sources)"
+    return f"fp16-launcher {version('fp16-launcher')}"

@@ -28,11 +28,9 @@ def plan(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     Example: {program} plan recipe=resnet50 data.path=photos
     """
-    from launcher.commands.train import HYDRA_QUERY_FLAGS, request_of
+    from launcher.commands.train import request_of
     from launcher.config.resolve import compose_jobs
 
-    if flags := [flag for flag in HYDRA_QUERY_FLAGS if flag in arguments.flags]:
-        raise ConfigError(f"plan {flags[0]}: is asked about a config, and plan about a run: leave plan out.")
     request = request_of(arguments)
     if request.multirun:
         raise ConfigError("plan -m: plan is about one run. Leave -m out, and give each key one value.")

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher import errors
 from launcher.commands.run import report_failure, run_job, run_worker
 from launcher.config.composition import Request
-from launcher.config.messages import directory_override, program, tree_flags
+from launcher.config.messages import directory_override, program
 from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import TO_RESUME, LauncherError, counted
@@ -96,13 +96,6 @@ def run_sweep(
         return exit_code_of(record, scheduler, findings)
 
 
-def refuse_several_machines(configs: Sequence[Config]) -> None:
-    """Raise ConfigError for a sweep whose jobs would run on several machines."""
-    if any(config.launch.nnodes not in ("auto", 1) for config in configs):
-        advice = "Leave it out, or start one job."
-        raise errors.ConfigError(f"launch.nnodes with -m: a sweep runs on one machine. {advice}")
-
-
 def devices_of_a_job(config: Config) -> int:
     """The workers of a job; auto shares the GPUs out among the jobs that run at a time.
 
@@ -179,8 +172,7 @@ def say_how_to_continue(scheduler: Scheduler, record: SweepState, directory: Pat
 
 
 def say_stopped(again: str) -> None:
-    rest = "it continues with the jobs that are not done"
-    write(f"sweep: stopped. {TO_RESUME} {again}: {rest}\n", sys.stderr)
+    write(f"sweep: stopped. {TO_RESUME} {again}: it continues with the jobs that are not done\n", sys.stderr)
 
 
 def exit_code_of(record: SweepState, scheduler: Scheduler, findings: Sequence[int]) -> int:
@@ -227,16 +219,10 @@ def run_in_place(
             with suppress(OSError):
                 record.write(directory)
     say(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", sys.stdout)
-    if stopped:
+    if group_broken and started < len(placed):
+        say("sweep: a rank failed alone, and the others have lost it: no further job runs here", sys.stderr)
+    if stopped or (group_broken and started < len(placed)):
         say_stopped(directory_override("hydra.sweep.dir", directory))
-    elif group_broken and started < len(placed):
-        own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
-        flags = tree_flags(request.config_dir, request.config_name)
-        words = shlex.join([*flags, *own, f"launch.nproc={broadcast.launch.world_size}"])
-        again = f"{program()} -m {words} {directory_override('sweep.resume', directory)}"
-        lost = "a rank failed alone, and the others have lost it: these processes run no further job"
-        rest = f"To run the rest, each job on processes of its own: {again}"
-        write(f"sweep: {lost}. {rest}\n", sys.stderr)
     compare_jobs(directory)
     return next((code for code in exit_codes if code not in findings), 0)
 

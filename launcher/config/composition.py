@@ -1,6 +1,6 @@
 """Composes group choices and overrides into one tree of values, through Hydra.
 
-Owns composition, and the refusal of YAML files that change Hydra's own settings, which can name code.
+Owns composition. Hydra's own settings, which can name code, are not used, whatever a file says of them.
 `launcher.config.resolve` decides which overrides are composed. Never imports torch and creates no file.
 """
 
@@ -10,11 +10,9 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,17 +24,18 @@ from yaml import YAMLError
 
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import quoted
-from launcher.config.overrides import CALL, code_problem, texts
-from launcher.config.schema import leaves, paths_of, replaced, rules, value_at
+from launcher.config.overrides import credential_problem, texts
+from launcher.config.rules import text
+from launcher.config.schema import paths_of, replaced, value_at
 from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
 PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # csv: of some data sets
 # The first is made where it does not exist, and a run that resumes does not need the second.
 UNCHECKED_PATH_KEYS = ("data.cache", "model.init_from")
+WARMUP = "schedule.warmup_fraction"
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 Tree = dict[str, object]
 
 
@@ -46,28 +45,17 @@ class Request:
 
     overrides: tuple[str, ...]
     config_dir: Path | None = None  # the user's config directory
-    config_name: str = "config"
     multirun: bool = False
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Config directories in search order; the one with the primary config comes first."""
-        if self.config_dir is None:
-            return (conf_dir(),)
-        own = self.config_dir.absolute()
-        is_primary = os.path.isfile(own / f"{self.config_name}.yaml")
-        return tuple(dict.fromkeys((own, conf_dir()) if is_primary else (conf_dir(), own)))
+        """Config directories in search order."""
+        return (conf_dir(),) if self.config_dir is None else (conf_dir(), self.config_dir.absolute())
 
     def value_of(self, key: str) -> object:
         """The value that the overrides give to a key, the last one; None without one."""
         lines = [line for line in self.overrides if line.startswith(f"{key}=")]
         return OverridesParser.create().parse_override(lines[-1]).value() if lines else None
-
-    @property
-    def search_path(self) -> str:
-        """The search path as an override: only an override takes precedence over a primary config."""
-        listed = (quoted(f"file://{directory}") for directory in self.directories[1:])
-        return f"hydra.searchpath=[{','.join(listed)}]"
 
 
 class Composer:
@@ -101,7 +89,10 @@ class Composer:
                 except OmegaConfBaseException as error:  # a section that has become another value
                     raise ConfigError(f"{override.input_line}: {first_line(error)}.") from error
         tree = resolved(config)
-        given = {override.key_or_group for override in parsed}
+        given = {override.key_or_group: override.value() for override in parsed}
+        if given.get("schedule") == "constant" and WARMUP not in given:
+            # The recipe's warm-up, which is composed last, belongs to the recipe's own schedule.
+            tree = replaced(tree, {WARMUP: 0})
         if "train.max_steps" in given and "train.epochs" not in given and value_at(tree, "train.max_steps"):
             # Else that of the recipe would end the run in silence.
             tree = replaced(tree, {"train.epochs": None})
@@ -114,15 +105,9 @@ class Composer:
         return override.key_or_group in self.groups and not isinstance(override.value(), dict)
 
     def base(self, choices: tuple[str, ...]) -> tuple[DictConfig, frozenset[str]]:
-        """What these choices compose to, without the section `hydra`, and the keys of it."""
+        """What these choices compose to, and the keys of it."""
         if choices not in self.bases:
-            composed = compose(self.request, choices)
-            if self.request.config_dir is not None and fixed(composed) != fixed_hydra_settings():
-                where = f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`)"
-                advice = "Remove them; the defaults of a primary config begin with `- config`."
-                raise ConfigError(f"{where}. They are fixed, because they can name code to execute. {advice}")
-            tree = cast(Tree, OmegaConf.to_container(composed))
-            del tree["hydra"]
+            tree = cast(Tree, OmegaConf.to_container(compose(self.request, choices)))
             self.bases[choices] = OmegaConf.create(tree), frozenset(paths_of(tree))
         return self.bases[choices]
 
@@ -132,11 +117,11 @@ class Composer:
 
 
 def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
-    """Compose with Hydra, including the `hydra` section. Raises ConfigError for its failures."""
-    first, lines = str(request.directories[0]), [request.search_path, *overrides]
+    """Compose with Hydra. Raises ConfigError for its failures."""
+    own = ",".join(quoted(f"file://{directory}") for directory in request.directories[1:])
     try:
-        with hydra.initialize_config_dir(first, version_base=HYDRA_VERSION, job_name="launcher"):
-            return hydra.compose(request.config_name, lines, return_hydra_config=True)
+        with hydra.initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION, job_name="launcher"):
+            return hydra.compose("config", [f"hydra.searchpath=[{own}]", *overrides])
     except (
         HydraException,
         OmegaConfBaseException,
@@ -145,73 +130,48 @@ def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
         OSError,
         RecursionError,  # a `defaults:` list that includes its own file
     ) as error:
-        text = f"{error} {error.__cause__ or ''}".partition("Config search path:")[0]
-        raise ConfigError(f"the config files cannot be composed: {' '.join(text.split())}") from error
-
-
-@cache
-def fixed_hydra_settings() -> dict[str, object]:
-    """Hydra's settings without any files of the user, which never differ within a process."""
-    return fixed(compose(Request(overrides=()), ()))
-
-
-def fixed(composed: DictConfig) -> dict[str, object]:
-    """Those of Hydra's settings that no file of the user may change."""
-    settings = cast(dict[str, Any], OmegaConf.to_container(composed.hydra))
-    env = {key: settings["job"][key] for key in ("env_set", "env_copy")}
-    return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {"env": env}
+        reason = f"{error} {error.__cause__ or ''}".partition("Config search path:")[0]
+        raise ConfigError(f"the config files cannot be composed: {' '.join(reason.split())}") from error
 
 
 def resolved(config: DictConfig) -> Tree:
     """The tree with all interpolations resolved. Raises ConfigError for one that cannot or must not be."""
     unresolved = cast(Tree, OmegaConf.to_container(config))
     for key, value in unresolved.items():
-        if problem := code_problem(str(key), value):
+        if problem := credential_problem(value):
             raise ConfigError(f"`{key}` in the config files: {problem}")
-    if not any("${" in text for text in texts(unresolved)):
+    if not any("${" in each for each in texts(unresolved)):
         return unresolved
     try:
-        tree = cast(Tree, OmegaConf.to_container(config, resolve=True))
+        return cast(Tree, OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}.") from error
-    calls = {path for path, value in leaves(unresolved) if isinstance(value, str) and CALL.fullmatch(value)}
-    return replaced(tree, {path: typed(path, value_at(tree, path)) for path in calls})
 
 
-def typed(path: str, value: object) -> object:
-    """A variable's text as the type of its key: 3 is a number for seed, and a string for tracker.group."""
-    rule = rules().get(path)
-    if not isinstance(value, str) or (rule is not None and rule.holds(value)):
-        return value
-    found: object = {"null": None, "true": True, "false": False}.get(value.lower(), value)
-    for kind in (float, int):
-        with suppress(ValueError):
-            found = kind(value)
-    return found
-
-
-def interpolated(key: str, text: object, tree: Mapping[str, object]) -> str:
+def interpolated(key: str, value: object, tree: Mapping[str, object]) -> str:
     """The text of a key that is not in the tree, with its variables and references to keys of the tree.
 
     Raises ConfigError for other references.
     """
     try:
-        return str(OmegaConf.create({**tree, key: text})[key])
+        return str(OmegaConf.create({**tree, key: value})[key])
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}={text}: cannot be resolved: {first_line(error)}.") from error
+        raise ConfigError(f"{key}={value}: cannot be resolved: {first_line(error)}.") from error
 
 
 def with_absolute_paths(tree: Tree) -> Tree:
     """Make the user's paths absolute: a run's records must not depend on its working directory."""
     paths = user_paths(tree, (*PATH_KEYS, *UNCHECKED_PATH_KEYS))
-    return replaced(tree, {key: absolute(path) if path else None for key, path in paths})
+    return replaced(tree, {key: absolute(path) for key, path in paths})
 
 
 def user_paths(tree: Mapping[str, object], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Those of the keys that hold a path, neither a word nor a name of the Hugging Face hub, with it."""
     for key in keys:
         path = value_at(tree, key)
-        if isinstance(path, str) and path not in NOT_PATHS and not is_hub_name(tree, key, path):
+        if not isinstance(path, str) or not text.holds(path):  # null, or a wrong value
+            continue
+        if path not in NOT_PATHS and not is_hub_name(tree, key, path):
             yield key, path
 
 

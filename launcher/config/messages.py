@@ -30,12 +30,6 @@ def program() -> str:
     return "launcher" if os.path.basename(sys.argv[0]) == "launcher" else "python -m launcher"
 
 
-def tree_flags(config_dir: object, config_name: str) -> list[str]:
-    """The flags of a command that composes from the user's tree, as absolute paths; empty without one."""
-    own = [] if config_dir is None else ["--config-dir", os.path.abspath(str(config_dir))]
-    return own if config_name == "config" else [*own, "--config-name", config_name]
-
-
 def tool(name: str) -> str:
     """The command that runs another program of the environment: `scripts/run wandb`, or `wandb`."""
     return f"{program()} {name}" if os.environ.get(COMMAND) else name
@@ -97,8 +91,6 @@ def to_override(value: object, text_of: Callable[[str], str] = str) -> str:
         return f"[{','.join(to_override(item, text_of) for item in value)}]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{to_override(item, text_of)}" for key, item in value.items()) + "}"
-    if isinstance(value, int) and abs(value) >= 10**100:
-        return f"a number of about {int(value.bit_length() * 0.30103):,} digits"
     return str(value)
 
 

@@ -1,8 +1,8 @@
 """The optimizers that `optim.name` chooses from: the keys of each, and its class.
 
-To add one: a line of OPTIMIZERS, a class of keys where none of these fits, and conf/optim/NAME.yaml. Never
-imports torch: classes are named here, and imported where a run is built. Also owns what optim.groups may
-hold, a list of mappings with patterns of parameter names; which match is known once there is a model.
+To add one: a line of OPTIMIZERS, a rule for a key that is new, and conf/optim/NAME.yaml. Never imports torch:
+classes are named here, and imported where a run is built. Also owns what optim.groups may hold, a list of
+mappings with patterns of parameter names; which match is known once there is a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 from launcher.config import rules as value_rules
 from launcher.config.messages import show, unknown_key
-from launcher.config.rules import Name, NotNegative, Options, Positive, Rate, Rule, Share
+from launcher.config.rules import Name, NotNegative, Options, Positive, Rate, Rule
 
 GROUPS = "optim.groups"
 GROUPS_EXAMPLE = '[{match:"*.bias",weight_decay:0}]'
@@ -37,63 +37,19 @@ class GroupConfig:
     frozen: bool = False
 
 
-_shares = value_rules.list_of(value_rules.share, "two numbers from 0 to below 1")
-_two_shares = Rule(_shares.text, lambda value: _shares.holds(value) and len(value) == 2)
-Betas = Annotated[tuple[float, float], _two_shares]
 _groups = Rule("a list of groups", lambda value: isinstance(value, list | tuple))
 Groups = Annotated[tuple[GroupConfig, ...], _groups]
 
 
 @dataclass(frozen=True)
-class CommonConfig:
-    """The keys of every optimizer that are about the run, and not arguments of its class."""
+class OptimConfig:
+    """`options` are the keys that its class is given besides `lr`."""
 
     name: Name
     lr: Rate
     clip_norm: Positive | None
     groups: Groups
     decay_norm_and_bias: bool
-
-
-@dataclass(frozen=True)
-class BuiltInConfig(CommonConfig):
-    weight_decay: NotNegative
-
-
-@dataclass(frozen=True)
-class SgdConfig(BuiltInConfig):
-    momentum: Share
-    nesterov: bool
-
-
-@dataclass(frozen=True)
-class AdamConfig(BuiltInConfig):
-    betas: Betas
-    eps: Positive
-
-
-@dataclass(frozen=True)
-class MuonConfig(AdamConfig):
-    momentum: Share
-    nesterov: bool
-
-
-@dataclass(frozen=True)
-class RmspropConfig(BuiltInConfig):
-    alpha: Share
-    eps: Positive
-    momentum: Share
-
-
-@dataclass(frozen=True)
-class AdagradConfig(BuiltInConfig):
-    eps: Positive
-
-
-@dataclass(frozen=True)
-class OwnOptimConfig(CommonConfig):
-    """An optimizer that a recipe file registers. `options` are its own keys, which its class is given."""
-
     options: Options
 
     @property
@@ -102,19 +58,31 @@ class OwnOptimConfig(CommonConfig):
         return float(self.options.get("weight_decay", 0.0))
 
 
-OptimConfig = BuiltInConfig | OwnOptimConfig
+_shares = value_rules.list_of(value_rules.share, "two numbers from 0 to below 1")
+OPTION_RULES: Mapping[str, Rule] = {  # of the keys of the built-in optimizers
+    "weight_decay": value_rules.rule_of(NotNegative),
+    "momentum": value_rules.share,
+    "nesterov": value_rules.flag,
+    "betas": Rule(_shares.text, lambda value: _shares.holds(value) and len(value) == 2),
+    "eps": value_rules.rule_of(Positive),
+    "alpha": value_rules.share,
+}
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """A built-in optimizer: the class of its keys, and the module and name of the class that takes them.
+    """A built-in optimizer: the module and name of its class, and its keys besides `weight_decay`.
 
     A class of the engine updates shards and runs without masters; one of torch.optim, which muon is made of,
     does neither.
     """
 
-    keys: type[BuiltInConfig]
     place: str
+    own_keys: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return ("weight_decay", *self.own_keys.split())
 
     @property
     def is_fused(self) -> bool:
@@ -122,20 +90,15 @@ class OptimizerEntry:
 
 
 OPTIMIZERS = {
-    "sgd": OptimizerEntry(SgdConfig, "launcher.engine:SGD"),
-    "adamw": OptimizerEntry(AdamConfig, "launcher.engine:AdamW"),
-    "adam": OptimizerEntry(AdamConfig, "torch.optim:Adam"),
-    "muon": OptimizerEntry(MuonConfig, "launcher.engine.optim.muon:MuonWithAdamW"),
-    "nadam": OptimizerEntry(AdamConfig, "torch.optim:NAdam"),
-    "radam": OptimizerEntry(AdamConfig, "torch.optim:RAdam"),
-    "rmsprop": OptimizerEntry(RmspropConfig, "torch.optim:RMSprop"),
-    "adagrad": OptimizerEntry(AdagradConfig, "torch.optim:Adagrad"),
+    "sgd": OptimizerEntry("launcher.engine:SGD", "momentum nesterov"),
+    "adamw": OptimizerEntry("launcher.engine:AdamW", "betas eps"),
+    "adam": OptimizerEntry("torch.optim:Adam", "betas eps"),
+    "muon": OptimizerEntry("launcher.engine.optim.muon:MuonWithAdamW", "betas eps momentum nesterov"),
+    "nadam": OptimizerEntry("torch.optim:NAdam", "betas eps"),
+    "radam": OptimizerEntry("torch.optim:RAdam", "betas eps"),
+    "rmsprop": OptimizerEntry("torch.optim:RMSprop", "alpha eps momentum"),
+    "adagrad": OptimizerEntry("torch.optim:Adagrad", "eps"),
 }
-
-
-def keys_of(name: str) -> type[OptimConfig]:
-    """The keys of the optimizer of this name; of one that a recipe file registers, if none is built in."""
-    return OPTIMIZERS[name].keys if name in OPTIMIZERS else OwnOptimConfig
 
 
 def is_fused(name: str) -> bool:
@@ -170,8 +133,14 @@ def group_problems(value: object) -> Iterator[str]:
             yield f"{path}: {missing}, for example {GROUPS_EXAMPLE}."
 
 
-def completed_groups(value: Any) -> list[dict[str, object]]:
-    """A valid value with all keys in each group, and patterns as lists."""
+def completed(optim: Mapping[str, Any]) -> dict[str, Any]:
+    """A valid section with all keys in each group, patterns as lists, and whole numbers as floats."""
     defaults = {each.name: each.default for each in fields(GroupConfig) if each.default is not MISSING}
-    lists = ([group["match"]] if isinstance(group["match"], str) else [*group["match"]] for group in value)
-    return [{**defaults, **group, "match": match} for group, match in zip(value, lists, strict=True)]
+    found: list[dict[str, object]] = []
+    for group in optim["groups"]:
+        match = [group["match"]] if isinstance(group["match"], str) else [*group["match"]]
+        found.append({**defaults, **group, "match": match})
+    options = optim["options"]
+    if optim["name"] in OPTIMIZERS:  # of an own one a whole number may have to be one
+        options = {key: float(value) if type(value) is int else value for key, value in options.items()}
+    return {**optim, "groups": found, "options": options}

@@ -1,8 +1,7 @@
 """What a user may override on the command line.
 
 Owns the checks of single overrides against the known groups and keys before Hydra composes anything, and
-their error messages. Refuses overrides that name code, call resolvers or add and delete keys. The only
-resolver is `${oc.env:NAME}` or `${oc.env:NAME,default}`, for variables that are not named like credentials.
+their error messages. Refuses overrides that add or delete keys, and variables named like credentials.
 """
 
 from __future__ import annotations
@@ -18,53 +17,17 @@ from launcher.config.other_keys import PRECISIONS
 from launcher.config.search_space import count_of, interval_problem
 
 OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
-UNSUPPORTED = {  # the engine's own reasons; importing them would need torch
-    "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
-    "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
-}
 CALL = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(,[^{}$]*)?\}")
-OTHER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
 CREDENTIAL = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 KnownKeys = Callable[[], Collection[str]]  # called only when needed: a composition takes time
-HYDRA_REPLACEMENTS = {  # settings known from Hydra, and their replacement here
-    "hydra.run.dir": "The directory of a run is run.dir=DIR.",
-    "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
-    "hydra.searchpath": "The folder with config files of your own is --config-dir DIR.",
-    "hydra/launcher": "Jobs run side by side by themselves; on Slurm with sweep.launcher=slurm.",
-    "hydra/sweeper": "-m runs all combinations of the values listed. To search: sweep=random or sweep=tpe.",
-}
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about 20 seconds, and sweep.json stays below 2 MB
-WARMUP = "schedule.warmup_fraction"
 SWEEP_DIRECTORY = "hydra.sweep.dir"
 
 
-def resolver_problem(text: str) -> str | None:
-    """Why the text must not be resolved; None if it may be."""
-    if OTHER_CALL.search(CALL.sub("", text)):
-        return "configs cannot call resolvers (${name:...}), except ${oc.env:NAME}. Write the value."
-    for name, _ in CALL.findall(text):
-        if CREDENTIAL.search(name):
-            return f"{name} is named like a credential, which no config may hold. Choose another variable."
-    return None
-
-
-def with_plain_constant(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The overrides, and schedule.warmup_fraction=0 where they choose schedule=constant and no warm-up.
-
-    A recipe's YAML is composed after the choices of groups, so that its warm-up, which belongs to its own
-    schedule, would be that of the constant one.
-    """
-    has_warmup = any(line.startswith(f"{WARMUP}=") for line in overrides)
-    chosen = [line.partition("=")[2] for line in overrides if line.startswith("schedule=")]
-    return (*overrides, *([f"{WARMUP}=0"] if chosen[-1:] == ["constant"] and not has_warmup else []))
-
-
 def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
-    """Problems independent of the tree: deletions, additions, code, Hydra's own settings."""
-    reason = prefix_problem(override, known_keys)
-    reason = reason or code_problem(override.key_or_group, value_of(override)) or hydra_problem(override)
-    reason = reason or sweep_problem(override, multirun)
+    """Problems independent of the tree: deletions, additions, credentials, Hydra's own settings."""
+    reason = prefix_problem(override, known_keys) or credential_problem(value_of(override))
+    reason = reason or hydra_problem(override) or sweep_problem(override, multirun)
     return f"{shortened(override.input_line or '')}: {reason}" if reason else None
 
 
@@ -79,21 +42,23 @@ def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
     return None
 
 
-def code_problem(key: str, value: object) -> str | None:
-    """The problem of a value that names code or calls a resolver; `value` may be nested."""
-    if CODE_KEYS & {*key.split("."), *nested_keys(value)}:
-        return "configs cannot name code ('_target_' and the like). Names are looked up in registries."
-    return next(filter(None, map(resolver_problem, texts(value))), None)
+def credential_problem(value: object) -> str | None:
+    """The problem of a value, which may be nested, with a credential of the environment in it."""
+    names = (name for text in texts(value) for name, _ in CALL.findall(text))
+    if name := next(filter(CREDENTIAL.search, names), None):
+        return f"{name} is named like a credential, which no config may hold. Choose another variable."
+    return None
 
 
 def hydra_problem(override: Override) -> str | None:
     key = override.key_or_group
     if re.split("[./]", key)[0] != "hydra" or key == SWEEP_DIRECTORY:
         return None
-    plugin = "/".join(key.split(".")[:2])
-    if instead := HYDRA_REPLACEMENTS.get(key) or HYDRA_REPLACEMENTS.get(plugin):
-        return f"is not used here. {instead}"
-    return f"Hydra's own settings are fixed, because they can name code to execute, but {SWEEP_DIRECTORY}."
+    return (
+        f"Hydra's own settings are not used here, but {SWEEP_DIRECTORY}. The directory of a run is "
+        "run.dir=DIR, that of your own config files --config-dir DIR; sweep=random and sweep=tpe search, and "
+        "sweep.launcher=slurm runs jobs on Slurm."
+    )
 
 
 def sweep_problem(override: Override, multirun: bool) -> str | None:
@@ -131,8 +96,6 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
         return None
     if choice is None:
         return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
-    if reason := UNSUPPORTED.get(f"{group}={choice}"):
-        return f"{group}={choice}: is not supported: {reason}. Choose from {', '.join(choices)}."
     if group == "tracker" and isinstance(choice, list):
         return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
     near, name = nearest(show(choice), choices), show(choice)
@@ -160,19 +123,10 @@ def value_of(override: Override) -> Any:
     return None if override.is_sweep_override() else override.value()
 
 
-def nested(value: object) -> Iterator[object]:
-    """The value and those within it, at any depth."""
-    yield value
-    if isinstance(value, dict | list | tuple):  # a check for Mapping takes three times as long
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from nested(item)
-
-
 def texts(value: object) -> Iterator[str]:
     """The strings at any depth of a value, without the keys of mappings."""
-    return (each for each in nested(value) if isinstance(each, str))
-
-
-def nested_keys(value: object) -> Iterator[str]:
-    """The keys of the mappings at any depth of a value."""
-    return (str(key) for each in nested(value) if isinstance(each, dict) for key in each)
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):  # a check for Mapping takes three times as long
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from texts(item)

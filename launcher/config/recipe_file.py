@@ -70,31 +70,28 @@ def recipe_of(choice: str) -> RecipeFunction:
     return functions[names.index(name)]
 
 
-def offered(kind: str, files: Iterable[Path]) -> dict[str, RecipeFunction | None] | None:
-    """What these files offer under @recipe, @schedule and so on, by name, with the function of a recipe.
+def offered(files: Iterable[Path]) -> dict[str, RecipeFunction | None] | None:
+    """What these files offer under @recipe, by name; no function for one that is marked by a call.
 
     None where that is known only once they run: a name is computed, or a file cannot be parsed.
     """
     found: dict[str, RecipeFunction | None] = {}
     for file in files:
         try:
-            found |= _offered_in(file.read_bytes(), kind)
+            found |= _offered_in(file.read_bytes())
         except (SyntaxError, ValueError, OSError):
             return None
     return found
 
 
 @cache  # each job of a sweep asks
-def _offered_in(source: bytes, kind: str) -> dict[str, RecipeFunction | None]:
+def _offered_in(source: bytes) -> dict[str, RecipeFunction | None]:
     """What `offered` finds in one file. Raises ValueError where a name is computed."""
     found: dict[str, RecipeFunction | None] = {}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            for name in _registered_names(node, kind):
-                found[name] = None
-                if kind == KEY and isinstance(node, ast.FunctionDef):
-                    found[name] = _function(node, name)
-        elif isinstance(node, ast.Call) and _called(node.func) == kind:
+        if isinstance(node, ast.FunctionDef):
+            found |= {name: _function(node, name) for name in _recipe_names(node)}
+        elif isinstance(node, ast.Call) and _called(node.func) == KEY:
             for given in _names_given(node):
                 found.setdefault(str(ast.literal_eval(given)), None)
     return found
@@ -133,11 +130,6 @@ def _split(choice: str) -> tuple[str, str]:
 
 def _functions(choice: str, path: Path) -> list[RecipeFunction]:
     """The functions under @recipe at the top level of the file, at least one. Raises ConfigError."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(
-            f"recipe={choice}: {path.absolute()} {what}. Give the Python file that holds your @recipe."
-        )
     try:
         tree = _parsed(path.read_bytes())
     except (SyntaxError, ValueError, OSError) as error:
@@ -146,7 +138,7 @@ def _functions(choice: str, path: Path) -> list[RecipeFunction]:
             f"recipe={choice}: {path}{line}: {type(error).__name__}: {first_line(error)}."
         ) from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    found = [_function(node, name) for node in functions for name in _registered_names(node, KEY)]
+    found = [_function(node, name) for node in functions for name in _recipe_names(node)]
     if not found:
         first = next((node for node in functions if node.args.args[:1]), None)
         where = (
@@ -166,12 +158,12 @@ def _parsed(source: bytes) -> ast.Module:
     return ast.parse(source)
 
 
-def _registered_names(node: ast.FunctionDef | ast.ClassDef, kind: str) -> Iterator[str]:
-    """The names under which @kind offers the function: one that is given, or that of the function."""
+def _recipe_names(node: ast.FunctionDef) -> Iterator[str]:
+    """The names under which @recipe offers the function: one that is given, or that of the function."""
     for decorator in node.decorator_list:
         called = decorator if isinstance(decorator, ast.Call) else None
         given = _names_given(called) if called else []
-        if _called(called.func if called else decorator) == kind:
+        if _called(called.func if called else decorator) == KEY:
             yield str(given[0].value) if given and isinstance(given[0], ast.Constant) else node.name
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,23 +23,18 @@ from launcher.config import messages as texts
 from launcher.config import overrides as checks
 from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_values, recipes_dir
-from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE, OPTIMIZERS
+from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE
 from launcher.config.other_keys import advice_for
 from launcher.config.overrides import MOST_JOBS, value_of
-from launcher.config.recipe_file import RecipeFunction
-from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
-from launcher.config.schema import Config, paths_of, rules, value_at
+from launcher.config.rules import value_problem
+from launcher.config.schema import Config, paths_of, value_at
 from launcher.config.search_space import Interval, Space
 from launcher.errors import ConfigError, first_line
 
-Composed = tuple[dict[str, object], list[str]]  # the tree of a job, and its problems
+# The tree of a job without its invalid overrides, its config, and what is wrong with it.
+Composed = tuple[dict[str, object], Config | None, list[str]]
 GRID = "grid"
-REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and the names that are built in
-    "recipe.uses": ("recipe", ()),
-    "schedule.name": ("schedule", SCHEDULES),
-    "optim.name": ("optimizer", tuple(OPTIMIZERS)),
-    "tracker.name": ("tracker", TRACKERS),
-}
+NOT_GLOBAL = "A file of recipe/ or experiment/ sets all sections: its first line is `# @package _global_`."
 
 
 def compose_jobs(request: Request) -> list[Config]:
@@ -56,28 +50,27 @@ def compose_jobs(request: Request) -> list[Config]:
     accepted, refused = accepted_overrides(request, composer)
     space = Space.of(accepted)
     first, *others = space.samples()
-    found = [compose_job(first, composer, "recipe" in refused)]
-    name = value_at(found[0][0], "sweep.name")
+    jobs = [compose_job(first, composer, "recipe" in refused)]
+    name = value_at(jobs[0][0], "sweep.name")
     if request.multirun and not refused and (problems := [*sweep_problems(space, name)]):
         raise ConfigError(texts.summary(problems))  # there may be a million jobs
     if name == GRID and space.size <= MOST_JOBS:
         others = list(space.grid())[1:]
-    found += [compose_job(job, composer, "recipe" in refused) for job in others]
-    return parsed([*itertools.chain(*refused.values())], found)
+    jobs += [compose_job(job, composer, "recipe" in refused) for job in others]
+    return configs_of(jobs, [*itertools.chain(*refused.values())])
 
 
 def compose_one(composer: Composer, overrides: tuple[str, ...]) -> Config:
     """The checked config of one job that a search has asked for. Raises ConfigError."""
-    (config,) = parsed([], [compose_job(overrides, composer)])
+    (config,) = configs_of([compose_job(overrides, composer)])
     return config
 
 
-def parsed(problems: Sequence[str], found: Sequence[Composed]) -> list[Config]:
+def configs_of(jobs: Sequence[Composed], problems: Sequence[str] = ()) -> list[Config]:
     """The configs of jobs. Raises one ConfigError with these problems and those of the jobs, each once."""
-    if distinct := dict.fromkeys([*problems, *itertools.chain(*(of_job for _, of_job in found))]):
+    if distinct := dict.fromkeys([*problems, *itertools.chain(*(of_job for _, _, of_job in jobs))]):
         raise ConfigError(texts.summary(list(distinct)))
-    absolute = composition.with_absolute_paths
-    return [validation.parse(absolute(tree)) for tree, _ in found]
+    return [config for _, config, _ in jobs if config is not None]
 
 
 def space_of(overrides: Sequence[str]) -> Space:
@@ -156,7 +149,7 @@ def choice_problem(group: str, choice: object, composer: Composer) -> str | None
 
 
 def compose_job(overrides: tuple[str, ...], composer: Composer, recipe_refused: bool = False) -> Composed:
-    """The tree of one job without its invalid overrides, and all problems."""
+    """One job. `recipe_refused`: that no recipe is chosen is known already."""
     own_file = recipe_file.chosen_file(overrides)
     overrides = recipe_file.expanded(overrides)
     choices = tuple(line for line in overrides if line.partition("=")[0].lstrip("~") in composer.groups)
@@ -164,15 +157,40 @@ def compose_job(overrides: tuple[str, ...], composer: Composer, recipe_refused: 
     if own_file is not None:
         known |= {f"recipe.{name}" for name in recipe_file.recipe_of(own_file).defaults}
     kept, problems = [], list[str]()
-    for override in composer.parsed(checks.with_plain_constant(overrides)):
+    for override in composer.parsed(overrides):
         if override.is_hydra_override():
             continue
         unknown = list(checks.unknown_keys(override.key_or_group, value_of(override), known))
         problems += [unknown_problem(key, value, choices, known, composer) for key, value in unknown]
         if not unknown:
             kept.append(override.input_line or "")
-    found = composer.resolved(tuple(kept))
-    return found, [*problems, *tree_problems(found, composer.groups.get("recipe", ()), recipe_refused)]
+    tree = composer.resolved(tuple(kept))
+    config, wrong = checked_tree(tree, composer.groups["recipe"], recipe_refused)
+    return tree, config, [*problems, *wrong]
+
+
+def checked_tree(
+    tree: dict[str, object], recipes: Sequence[str], recipe_refused: bool
+) -> tuple[Config | None, list[str]]:
+    """The config of a tree, and what is wrong with its recipe, its paths and its values."""
+    recipe = tree["recipe"]
+    values = recipe if isinstance(recipe, Mapping) else {}
+    if "experiment" in tree or any(isinstance(value, Mapping) for value in values.values()):
+        return None, [NOT_GLOBAL]
+    problems: list[str] = []
+    if values and values["name"] is None and values["uses"] is None:
+        tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}  # to find the other problems
+        if not recipe_refused:
+            choice = f"recipe=FILE.py of your own, or recipe=<name>: {', '.join(recipes)}"
+            problems.append(f"recipe: none is chosen. Give {choice}.")
+    else:
+        problems += recipe_problems(tree)
+    for key, path in composition.user_paths(tree, composition.PATH_KEYS):
+        if not os.path.exists(os.path.expanduser(path)):  # False also for a name that is too long
+            where = composition.absolute(path)
+            problems.append(f"{key}={path}: there is no such file or directory ({where}).")
+    config, wrong = validation.checked(composition.with_absolute_paths(tree))
+    return config, [*problems, *wrong]
 
 
 def unknown_problem(
@@ -193,50 +211,19 @@ def unknown_problem(
     return texts.unknown_key(written, key, known)
 
 
-def _is_unchosen(recipe: Mapping[str, object]) -> bool:
-    """A section within it is of a file that lacks `# @package _global_`, which is another problem."""
-    nested = any(isinstance(value, Mapping) for value in recipe.values())
-    return not nested and recipe.get("name") is None and recipe.get("uses") is None
-
-
-def tree_problems(tree: dict[str, object], recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:
-    recipe = tree.get("recipe")
-    if isinstance(recipe, Mapping) and _is_unchosen(recipe):
-        tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
-        if not recipe_refused:
-            choice = f"recipe=FILE.py of your own, or recipe=<name>: {', '.join(recipes)}"
-            yield f"recipe: none is chosen. Give {choice}."
-    elif isinstance(recipe, Mapping):
-        yield from registered_problems(tree)
-    yield from validation.find_problems(validation.gather_options(tree))
-    for key, path in composition.user_paths(tree, composition.PATH_KEYS):
-        # False also for a name that is too long; a NUL has been reported as a wrong value.
-        if path and "\0" not in path and not os.path.exists(os.path.expanduser(path)):
-            yield f"{key}={path}: there is no such file or directory ({composition.absolute(path)})."
-
-
-def registered_problems(tree: Mapping[str, object]) -> Iterator[str]:
-    """Names that no recipe file offers, and options of the recipe that its function does not take."""
-    own = value_at(tree, "recipes.path")
+def recipe_problems(tree: Mapping[str, object]) -> Iterator[str]:
+    """A recipe that no file offers, and options that its function does not take."""
+    uses, own = value_at(tree, "recipe.uses"), value_at(tree, "recipes.path")
     files = [*recipes_dir().glob("*.py"), *([Path(os.path.expanduser(own))] if isinstance(own, str) else [])]
-    for key, (decorator, built_in) in REGISTERED.items():
-        value, offered = value_at(tree, key), recipe_file.offered(decorator, files)
-        if offered is None or not rules()[key].holds(value):
-            continue
-        known = [*built_in, *sorted(offered)]
-        for name in value if isinstance(value, list) else [value]:
-            if name not in known:
-                more = f", or one that a file of your own (recipes.path) offers with @{decorator}"
-                yield value_problem(key, name, replace(one_of(*known), text=one_of(*known).text + more))
-            elif key == "recipe.uses" and (function := offered[name]) is not None:
-                yield from option_problems(function, tree)
-
-
-def option_problems(function: RecipeFunction, tree: Mapping[str, object]) -> Iterator[str]:
-    options = validation.gather_options(tree)["recipe"][validation.OPTIONS]
-    for name, value in options.items():
-        if function.arguments is not None and name not in function.arguments:
-            what = f"recipe.{name} (an option of {function.name})"
-            yield texts.unknown_name(what, name, sorted(function.arguments))
-        elif name in function.rules and not function.rules[name].holds(value):
-            yield value_problem(f"recipe.{name}", value, function.rules[name])
+    offered = recipe_file.offered(files)
+    if offered is None or not isinstance(uses, str):
+        return
+    if uses not in offered:
+        yield texts.unknown_name(f"recipe.uses={uses}", uses, sorted(offered))
+    elif (function := offered[uses]) is not None:
+        for name, value in validation.gather_options(tree)["recipe"][validation.OPTIONS].items():
+            if function.arguments is not None and name not in function.arguments:
+                what = f"recipe.{name} (an option of {function.name})"
+                yield texts.unknown_name(what, name, sorted(function.arguments))
+            elif name in function.rules and not function.rules[name].holds(value):
+                yield value_problem(f"recipe.{name}", value, function.rules[name])

@@ -7,15 +7,14 @@ Hydra.
 
 from __future__ import annotations
 
-import json
-import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 from launcher.config import rules as value_rules
-from launcher.config.optimizers import OPTIMIZERS, OptimConfig, keys_of
+from launcher.config.codec import decoded, encoded
+from launcher.config.optimizers import OPTION_RULES, OptimConfig
 from launcher.config.rules import Name, NotNegative, Options, Positive, Rule, Share
 
 Auto = Literal["auto"]
@@ -278,16 +277,12 @@ class Config:
 
 def to_dict(config: Config) -> dict[str, object]:
     """The config as JSON values, the inverse of `from_dict`."""
-    # Tuples become lists.
-    plain: dict[str, object] = json.loads(json.dumps(asdict(config)))
-    return plain
+    return encoded(config)
 
 
 def from_dict(values: dict[str, object]) -> Config:
     """The config from values known to be valid: from `to_dict`, or checked in `validation`."""
-    config = build(Config, values)
-    assert isinstance(config, Config)
-    return config
+    return decoded(Config, values)
 
 
 @cache
@@ -296,50 +291,19 @@ def types_of(kind: object) -> dict[str, object]:
     return get_type_hints(kind, include_extras=True)
 
 
-def is_section(kind: object) -> bool:
-    """Whether keys of this type are sections with keys of their own."""
-    return is_dataclass(kind)
-
-
-def section_types(optimizer: str) -> dict[str, object]:
-    """The type of each section and plain key of a config with this optimizer."""
-    sections = {**types_of(Config), "optim": keys_of(optimizer)}
-    return sections
-
-
 @cache
 def rules() -> Mapping[str, Rule]:
-    """The rule of each key, by its dotted path; those of all optimizers."""
-    kinds = [section_types(optimizer) for optimizer in (*OPTIMIZERS, "own")]
-    return {path: rule for each in kinds for path, rule in _rules(each, "")}
+    """The rule of each key, by its dotted path; those of all built-in optimizers."""
+    of_optimizers = {f"optim.{key}": rule for key, rule in OPTION_RULES.items()}
+    return dict(_rules(types_of(Config), "")) | of_optimizers
 
 
 def _rules(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Rule]]:
     for key, kind in kinds.items():
-        if is_section(kind):
-            yield from _rules(types_of(kind), f"{prefix}{key}.")
+        if is_dataclass(kind):
+            yield from _rules(types_of(kinds[key]), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value_rules.rule_of(kind)
-
-
-def build(kind: Any, value: Any) -> Any:
-    """`value` as a `kind`: dataclasses from dictionaries, tuples from lists, floats from integers."""
-    if value is None:
-        return None
-    if kind == OptimConfig:
-        kind = keys_of(value["name"])
-    if is_dataclass(kind):
-        assert isinstance(kind, type)
-        kinds = types_of(kind)
-        return kind(**{each.name: build(kinds[each.name], value[each.name]) for each in fields(kind)})
-    if get_origin(kind) is Annotated:
-        return build(get_args(kind)[0], value)
-    if get_origin(kind) is tuple:
-        return tuple(build(get_args(kind)[0], item) for item in value)
-    if get_origin(kind) in (Union, types.UnionType):
-        floats = any(float in (member, *get_args(member)) for member in get_args(kind))
-        return float(value) if floats and type(value) is int else value
-    return float(value) if kind is float else value
 
 
 def leaves(

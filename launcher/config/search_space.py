@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ class Choices:
 
     key: str
     values: tuple[str, ...]
-    ordered: bool = False  # a range(): two or more evenly spaced numbers
 
     def at(self, share: float) -> str:
         """The value at a share in [0, 1)."""
@@ -77,26 +75,19 @@ Dimension = Choices | Interval
 
 
 def value_of(dimension: Dimension, text: str) -> Any:
-    """A value as it stands in an override: a number, or the text of one of the unordered choices."""
-    if isinstance(dimension, Choices) and not dimension.ordered:
+    """What Optuna knows a value by that stands in an override: the text of a choice, or a number."""
+    if isinstance(dimension, Choices):
         return text
-    with suppress(ValueError):
-        return int(text)
-    # Optuna refuses the last value of a range whose rounding errors do not divide by the step.
-    return round(float(text), 12) if isinstance(dimension, Choices) else float(text)
+    return int(text) if dimension.whole else float(text)
 
 
 def distribution(dimension: Dimension, kinds: Any) -> Any:
     """The dimension as one of `kinds`, which is `optuna.distributions`."""
-    if not isinstance(dimension, Choices):
-        if dimension.whole:
-            return kinds.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
-        return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-    if not dimension.ordered:
+    if isinstance(dimension, Choices):
         return kinds.CategoricalDistribution(dimension.values)
-    numbers = sorted(value_of(dimension, value) for value in dimension.values)
-    kind = kinds.IntDistribution if isinstance(numbers[0], int) else kinds.FloatDistribution
-    return kind(numbers[0], numbers[-1], step=round(numbers[1] - numbers[0], 12))
+    if dimension.whole:
+        return kinds.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
+    return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
 
 
 @dataclass(frozen=True)
@@ -144,8 +135,7 @@ def _dimension(override: Override, key: str) -> Dimension:
     swept: Any = override.value()
     if override.is_interval_sweep():
         return Interval(key, swept.start, swept.end, "log" in swept.tags, isinstance(swept.start, int))
-    values = tuple(override.sweep_string_iterator())
-    return Choices(key, values, ordered=override.is_range_sweep() and len(values) > 1)
+    return Choices(key, tuple(override.sweep_string_iterator()))
 
 
 def interval_problem(override: Override) -> str | None:

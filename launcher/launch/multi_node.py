@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from launcher.config.codec import decoded, encoded
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
 from launcher.distributed.exit_records import JobFailed
@@ -29,7 +30,6 @@ from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.launch.root_cause import DONE, GroupResult, RunOutcome, outcome_of
 from launcher.os.signals import StopSignal
-from launcher.run_dir.codec import decoded, encoded
 
 if TYPE_CHECKING:
     import torch.distributed as dist

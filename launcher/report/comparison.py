@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
-from launcher.config.messages import program, tree_flags
+from launcher.config.messages import program
 from launcher.errors import counted
 from launcher.report.precision_comparison import markdown_page
 from launcher.report.reading import sweep_of
@@ -64,7 +64,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[Run]) -> list[Path]:
     groups = grouped(runs)
     written = [sweep_dir / TABLE, sweep_dir / ROWS]
     jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
-    flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
+    flags = ["--config-dir", record["config_dir"]] if record.get("config_dir") else []
     below = [effort(jobs), *ended_early(runs, jobs)]
     write_text(written[0], markdown(sweep_dir.name, groups, note_of(runs), below, flags))
     write_text(written[1], as_csv(runs, jobs))

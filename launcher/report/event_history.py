@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from launcher.config.codec import decoded, encoded
 from launcher.report.curve import Curve
-from launcher.run_dir.codec import decoded, encoded
 from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME, TailReader
 from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launcher.config.codec import decoded
 from launcher.run_dir.atomic import read_json
-from launcher.run_dir.codec import decoded
 from launcher.run_dir.records import RESULT, SWEEP
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS

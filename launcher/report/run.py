@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launcher.config.codec import decoded
 from launcher.config.schema import typed_leaves
 from launcher.errors import counted, first_line
 from launcher.report.event_history import EventHistory, read_history
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
 from launcher.report.run_state import ENDED, GOING, RunState
-from launcher.run_dir.codec import decoded
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
 from launcher.run_dir.result import Result

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from launcher.run_dir.codec import decoded
+from launcher.config.codec import decoded
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, counted, listed
 from launcher.run_dir.atomic import failing_as_storage_error, read_json

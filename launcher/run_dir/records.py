@@ -18,13 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.config.codec import encoded
 from launcher.config.schema import Config, to_dict
 from launcher.errors import listed
 from launcher.run_dir.atomic import write_json, write_text
-from launcher.run_dir.codec import encoded
-from launcher.run_dir.discarding import DISCARDED
-from launcher.run_dir.lock import LOCK
-from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.result import Failure, Result
 from launcher.run_dir.status import FILE_NAME, Status, mark_ended
 
@@ -32,20 +29,6 @@ CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
 METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"
 SWEEP = "sweep.json"  # of a sweep: its jobs, and the words that continue it
 JOB = "job.json"  # of a job of a sweep: its config and overrides, from which any process can start it
-FILES = (
-    CONFIG,
-    OVERRIDES,
-    ENVIRONMENT,
-    FILE_NAME,
-    METRICS,
-    RESULT,
-    PRUNE,
-    DISCARDED,
-    "classification_report.txt",
-    REPORT,
-    JOB,
-    LOCK,
-)
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 TRACKERS = "trackers"  # files of the other trackers, in a folder each
 PICTURES = "pictures"  # of a recipe's own
@@ -79,16 +62,14 @@ def write_config(directory: Path, config: Config) -> None:
 
 def foreign_to_a_run(directory: Path) -> list[str]:
     """The files in a directory without a run that one would write over."""
-    # Of a job that has not started, and of a process that was killed as it started: the rest of a run that
-    # began anew may be its checkpoints alone, which are set aside then.
-    own = {JOB, LOCK}
-    return [name for name in FILES if name not in own and (directory / name).exists()]
+    files = (CONFIG, OVERRIDES, ENVIRONMENT, FILE_NAME, METRICS, RESULT, REPORT)
+    return [name for name in files if (directory / name).exists()]
 
 
 def as_typed_config(config: Config) -> dict[str, Any]:
-    """The config as users type it: options of recipe, model and data set beside the other keys."""
+    """The config as users type it: options of recipe, model, data set and optimizer beside the other keys."""
     shape: dict[str, Any] = to_dict(config)
-    for group in ("recipe", "model", "data"):
+    for group in ("recipe", "model", "data", "optim"):
         shape[group].update(shape[group].pop("options"))
     return shape
 

@@ -47,7 +47,7 @@ def continued(request: Request) -> Request:
     given = {line.partition("=")[0] for line in request.overrides}
     kept = [line for line in record.overrides if line.partition("=")[0] not in given]
     tree = None if record.config_dir is None else Path(record.config_dir)
-    return Request((*kept, *request.overrides), tree, record.config_name, multirun=True)
+    return Request((*kept, *request.overrides), tree, multirun=True)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def _new_record(request: Request, directory: Path, jobs: Sequence[SweepJob]) -> 
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
     words = ("-m", *shlex.split(directory_override(RESUME, directory)))
-    return SweepState(jobs, own, tree, request.config_name, words=words)
+    return SweepState(jobs, own, tree, words=words)
 
 
 def directory_of(request: Request, configs: Sequence[Config]) -> Path:

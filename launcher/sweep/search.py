@@ -88,11 +88,7 @@ def _trial_of(job: SweepJob, space: Space, distributions: Mapping[str, Any], opt
 
 def _written(dimension: Dimension, value: Any) -> str:
     """A value of Optuna as it stands in an override."""
-    if not isinstance(dimension, Choices):
-        return dimension.written(value)
-    if not dimension.ordered:
-        return str(value)
-    return min(dimension.values, key=lambda each: abs(float(each) - value))
+    return str(value) if isinstance(dimension, Choices) else dimension.written(value)
 
 
 def imported_optuna(key: str = "sweep=tpe", instead: str = "sweep=random searches without it.") -> Any:

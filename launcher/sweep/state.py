@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from pathlib import Path
 
+from launcher.config.codec import decoded, encoded
 from launcher.config.messages import directory_override, shortened, to_override
 from launcher.config.schema import Config, leaves
 from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
-from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
 from launcher.run_dir.result import Result
@@ -80,7 +80,6 @@ class SweepState:
     jobs: Sequence[SweepJob]  # by number; a search adds to them
     overrides: Sequence[str]  # as typed
     config_dir: str | None = None
-    config_name: str = "config"
     seconds: float = 0.0  # of all processes that have run this sweep
     version: int = VERSION
     words: Sequence[str] = field(default_factory=tuple)  # that continue the sweep, after the program's name

@@ -1,6 +1,6 @@
 """The events of a run, a class for each kind, with the fields that metrics.jsonl and trackers have.
 
-Owns names, types and meaning of the fields; `run_dir.codec` owns how they are written and read. A field with
+Owns names, types and meaning of the fields; `config.codec` owns how they are written and read. A field with
 a default is absent from a line where it has none. All fields are plain values: no tensors.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from launcher.run_dir.codec import FLAT, decoded, encoded
+from launcher.config.codec import FLAT, decoded, encoded
 from launcher.run_dir.result import StepTime
 
 FORMAT = 1  # of the events; a reader of an older one leaves out what it does not know

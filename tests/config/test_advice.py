@@ -30,8 +30,15 @@ SAMPLES = {
 }
 SAMPLES |= dict.fromkeys(("DIR", "FILE", "FOLDER", "PATH", "/data/imagenet", "photos"), str(ROOT))
 # Words of the program that are not advice: a choice that is refused, a file of one's own, a list of words.
-OTHERS = ("optim=lbfgs", "optim=sparse_adam", "model=null", "data.cache=none|auto|DIR", "optim.lr=tag(log")
-OTHER_VALUES = ("recipe=<name>", "recipe=NAME", "recipe=FILE", "recipe=mine.py", "recipe.width=128")
+OTHERS = ("model=null", "data.cache=none|auto|DIR", "optim.lr=tag(log")
+OTHER_VALUES = (
+    "recipe=<name>",
+    "recipe=NAME",
+    "recipe=FILE",
+    "recipe=FILE.py",
+    "recipe=mine.py",
+    "recipe.width=128",
+)
 NEEDS = {"data.share": ("launch.nproc=2",), "reduce_lr_on_plateau.factor": ("schedule=constant",)}
 
 

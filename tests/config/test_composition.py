@@ -21,7 +21,7 @@ from launcher.config.composition import (
     resolved,
 )
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.optimizers import OPTIMIZERS, AdamConfig, GroupConfig
+from launcher.config.optimizers import OPTIMIZERS, GroupConfig
 from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
@@ -78,16 +78,16 @@ def test_an_optimizer_that_is_only_named_has_the_defaults_of_torch(name: str) ->
     defaults = dict(inspect.signature(classes[name]).parameters)
     if name == "muon":  # its eps is that of AdamW, which trains beside it
         defaults["eps"] = inspect.signature(torch.optim.AdamW).parameters["eps"]
-    optim = dataclasses.asdict(composed("recipe=resnet18", f"optim={name}").optim)
-    options = {key: value for key, value in optim.items() if key in defaults}
+    optim = composed("recipe=resnet18", f"optim={name}").optim
+    lists = {key: tuple(value) if key == "betas" else value for key, value in optim.options.items()}
+    options = {key: value for key, value in {"lr": optim.lr, **lists}.items() if key in defaults}
     assert options == {key: defaults[key].default for key in options}
-    assert {"lr", "weight_decay"} <= options.keys()
+    assert "weight_decay" in options
 
 
 def test_the_command_line_has_the_last_word() -> None:
     config = composed("recipe=resnet18", "optim=adamw", "optim.lr=2", "data=synthetic", "data.num_samples=7")
-    assert isinstance(config.optim, AdamConfig)
-    assert config.optim.lr == 2.0
+    assert (config.optim.name, config.optim.lr) == ("adamw", 2.0)
     assert config.data.options == {"num_samples": 7, "image_size": 32, "num_classes": 10, "channels": 3}
 
 
@@ -113,19 +113,17 @@ def test_parameter_groups_are_a_list_on_the_command_line() -> None:
         ("+unknown=1", "keys cannot be added"),
         ("+optim.lrr=1", "keys cannot be added"),
         ("~optim.lr", "keys cannot be deleted"),
-        ("optim._target_=os.system", "configs cannot name code"),
-        ("tracker.project=${oc.decode:a}", "configs cannot call resolvers"),
+        ("optim._target_=os.system", "there is no such key"),
         ("tracker.project=${oc.env:MY_TOKEN}", "MY_TOKEN is named"),
         ("seed=${oc.env:NOT_THERE}", "Environment variable 'NOT_THERE' not found"),
         ("hydra.searchpath=[file:///own]", "--config-dir DIR"),
-        ("hydra/launcher=basic", "is not used here"),
-        ("hydra.sweeper.n_trials=20", "sweep=random or sweep=tpe"),
+        ("hydra/launcher=basic", "not used here"),
+        ("hydra.sweeper.n_trials=20", "sweep=random and sweep=tpe"),
         ("optim.lr=0.1,0.2", "several values need a sweep"),
         ("x=[", "cannot be read"),
         ("run.dir=runs/lr=0.1", "is quoted"),
         ("seed=", "a whole number"),
         ('optim.groups=[{match:"*",weight_decy:0}]', "there is no such "),
-        ("schedule.name=cosin", "must be one of"),
         ("data.path=no/where", "there is no such "),
     ],
 )
@@ -227,9 +225,7 @@ COMPOSED = {
 
 
 def hydras_own(request: Request, overrides: Sequence[str]) -> dict[str, object]:
-    tree = OmegaConf.to_container(compose(request, overrides))
-    del tree["hydra"]
-    return resolved(OmegaConf.create(tree))
+    return resolved(OmegaConf.create(OmegaConf.to_container(compose(request, overrides))))
 
 
 @pytest.fixture
@@ -324,7 +320,7 @@ def test_a_file_for_the_whole_config_that_does_not_say_so_is_told_what_to_write(
     (tmp_path / group).mkdir()
     (tmp_path / group / "mine.yaml").write_text("optim: {lr: 0.5}\nrecipe: {name: mine, uses: cnn}\n")
     told = problems("recipe=cnn", f"{group}=mine", config_dir=tmp_path)
-    assert "its first line is `# @package _global_`" in told
+    assert told.endswith("its first line is `# @package _global_`.")
 
 
 def test_an_unknown_recipe_names_the_form_of_ones_own() -> None:
@@ -344,27 +340,18 @@ def test_a_group_file_that_leaves_keys_out_learns_how_to_inherit_them(
     (tmp_path / group).mkdir()
     file = tmp_path / group / "mine.yaml"
     file.write_text(text)
-    advice = f"defaults: [{base}, _self_]"
-    line = f"{missing}: the key is missing; a file of your own in {group}/ inherits it with `{advice}` at its"
-    assert line in problems("recipe=resnet18", f"{group}=mine", config_dir=tmp_path)
-    file.write_text(f"{advice}\n{text}")
+    told = problems("recipe=resnet18", f"{group}=mine", config_dir=tmp_path)
+    assert f"{missing}: the key is missing. A file of your own in {group}/ inherits it" in told
+    assert "with `defaults: [NAME, _self_]` at its top" in told
+    file.write_text(f"defaults: [{base}, _self_]\n{text}")
     composed("recipe=resnet18", f"{group}=mine", config_dir=tmp_path)
-
-
-def test_a_primary_config_of_ones_own(tmp_path) -> None:
-    text = "defaults:\n  - config\n  - override recipe: resnet34\n  - _self_\nseed: 7\n"
-    (tmp_path / "nightly.yaml").write_text(text)
-    config = composed(config_dir=tmp_path, config_name="nightly")
-    assert (config.recipe.name, config.seed) == ("resnet34", 7)
 
 
 @pytest.mark.parametrize(
     ("addition", "reason"),
     [
-        ("model: {_target_: os.system}", "configs cannot name code"),
-        ("tracker: {project: '${oc.decode:CANARY}'}", "configs cannot call resolvers"),
+        ("train: {_target_: os.system}", "train._target_: there is no such key"),
         ("tracker: {project: '${oc.env:WANDB_API_KEY}'}", "WANDB_API_KEY is named like a credential"),
-        ("hydra: {job_logging: {root: x}}", "changes Hydra's own settings"),
         ("tracker: {project: !!python/object/apply:os.getcwd []}", "cannot be composed"),
         ("trian: {epochs: 3}", "trian: there is no such key. Nearest: train."),
         ("train: [", "cannot be composed"),
@@ -399,26 +386,6 @@ def test_the_quotes_that_a_text_needs_are_in_the_error(word: str, multirun: bool
     with pytest.raises(ConfigError) as refusal:
         compose_jobs(Request(("recipe=resnet18", word), multirun=multirun))
     assert str(refusal.value).endswith(advice)
-
-
-@pytest.mark.parametrize("name", ["adam", "muon"])
-@pytest.mark.parametrize(
-    ("word", "text"),
-    [
-        (
-            "ddp.shard_optimizer=true",
-            "ddp.shard_optimizer=true: excludes optim={}, which needs whole parameters",
-        ),
-        ("precision=pure_fp16", "precision=pure_fp16: excludes optim={}, which needs fp32 masters"),
-    ],
-)
-def test_what_an_optimizer_of_torch_cannot_do_is_known_before_any_worker_starts(name, word, text) -> None:
-    assert text.format(name) in problems("recipe=resnet18", f"optim={name}", word)
-    assert composed("recipe=resnet18", "optim=adamw", word).optim.name == "adamw"
-
-
-def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
-    assert "it evaluates the loss several times per step" in problems("recipe=resnet18", "optim=lbfgs")
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ def composed(*overrides: str, **settings) -> Config:
         ("tracker.group=${oc.env:MINE}", CANARY, CANARY),
         ("tracker.group=${oc.env:MINE}", "${seed}", "${seed}"),
         ("tracker.group='${oc.env:MINE, other}'", None, "other"),
-        ("seed=${oc.env:MINE}", "3", 3),
-        ("train.deterministic=${oc.env:MINE}", "true", True),
+        ("seed='${oc.decode:${oc.env:MINE}}'", "3", 3),
+        ("train.deterministic='${oc.decode:${oc.env:MINE}}'", "true", True),
         ("train.max_steps=${oc.env:MINE,null}", None, None),
     ],
 )
-def test_a_variable_has_the_type_of_its_key(monkeypatch, override, value, read) -> None:
+def test_a_variable_is_a_text_unless_it_is_decoded(monkeypatch, override, value, read) -> None:
     if value is not None:
         monkeypatch.setenv("MINE", value)
     config = composed(override)

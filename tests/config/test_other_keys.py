@@ -80,4 +80,4 @@ def test_a_tuple_of_python_is_answered_with_a_list_that_is_accepted() -> None:
     told = problem("optim=adamw", "optim.betas=(0.9,0.95)")
     advised = re.findall(r"'(.*)'", told)[-1]
     (config,) = compose_jobs(Request(("recipe=resnet18", "optim=adamw", advised)))
-    assert config.optim.betas == (0.9, 0.95)
+    assert config.optim.options["betas"] == [0.9, 0.95]

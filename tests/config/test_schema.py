@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from launcher.config.groups import choice_values, conf_dir
 from launcher.config.messages import nearest
-from launcher.config.optimizers import OPTIMIZERS, AdamConfig
+from launcher.config.optimizers import OPTIMIZERS, OptimConfig
 from launcher.config.schema import Config, from_dict, leaves, rules, to_dict, types_of
 from launcher.config.validation import OPTIONS, parse
 from launcher.errors import ConfigError
@@ -77,7 +77,7 @@ def test_every_key_has_words_in_one_yaml() -> None:
 def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
     for name, optimizer in OPTIMIZERS.items():
         keys = choice_values([conf_dir()], "optim", name).keys() - {"defaults"}
-        assert keys <= types_of(optimizer.keys).keys(), name
+        assert keys - types_of(OptimConfig).keys() == set(optimizer.keys), name
     for group in ("schedule", "precision", "tracker"):
         for file in (conf_dir() / group).glob("*.yaml"):
             assert {f"{group}.{key}" for key in described(file)} <= rules().keys()
@@ -94,17 +94,10 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "model.sync_bn",
             "excludes data.micro_batch_size=auto",
         ),
-        ({"data__micro_batch_size": 256}, "data.micro_batch_size", "must be at most"),
         ({"data__augment": None}, "data.augment", "must be a section"),
         ({"optim__lr": float("nan")}, "optim.lr", ""),
-        ({"model__init_from_sha256": "0" * 64}, "model.init_from_sha256", "is that of a"),
         ({"train__compile": "block"}, "train.compile", ""),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn", "excludes train.compile=true"),
-        (
-            {"train__activation_checkpointing": True, "train__compile": True},
-            "train.activation_checkpointing",
-            "excludes train.compile=true",
-        ),
         (
             {"model__sync_bn": True, "train__compile": "blocks"},
             "model.sync_bn",
@@ -115,7 +108,7 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "precision.fp32_modules",
             "excludes train.compile=blocks, because",
         ),
-        ({"optim__momentum": 0}, "optim.nesterov", "needs optim.momentum above 0"),
+        ({"optim__momentum": 1}, "optim.momentum", ""),
         ({"optim__groups": ["*.bias"]}, "optim.groups[0]", "must be a mapping"),
         (
             {"optim__groups": [{"match": "a"}, {"match": "b", "lrscale": 2}]},
@@ -123,12 +116,6 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "there is no such key. Nearest: ",
         ),
         ({"precision__loss_scale__init_scale": 1000}, "precision.loss_scale.init_scale", ""),
-        (
-            {"precision__loss_scale__min_scale": 131072},
-            "precision.loss_scale.init_scale",
-            "must lie between precision.loss_scale.min_scale=131072",
-        ),
-        ({"precision__name": "bf16"}, "precision.loss_scale.mode", "must be none: bf16"),
         ({"ddp__gradient_predivide_factor": 3}, "ddp.gradient_predivide_factor", ""),
         ({"tracker__tags": "a"}, "tracker.tags", ""),
         ({"recipe__name": "../../etc"}, "recipe.name", ""),
@@ -220,7 +207,7 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
     tree["optim"]["lr"] = lr
     config = parse(tree)
     assert isinstance(config, Config)
-    assert isinstance(config.optim, AdamConfig) is adamw
+    assert ("betas" in config.optim.options) is adamw
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     assert {path for path, _ in leaves(to_dict(config), whole=OPTIONS)} <= rules().keys()
 

@@ -30,7 +30,7 @@ def space(*lines: str) -> Space:
         ("a=choice(x,y)", Choices("a", ("x", "y"))),
         ("a=1,2", Choices("a", ("1", "2"))),
         ("a=[1,2],[3]", Choices("a", ("[1,2]", "[3]"))),
-        ("a=range(1,8,3)", Choices("a", ("1", "4", "7"), ordered=True)),
+        ("a=range(1,8,3)", Choices("a", ("1", "4", "7"))),
     ],
 )
 def test_hydras_syntax_becomes_a_dimension(line: str, expected: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher.run_dir.codec import decoded
+from launcher.config.codec import decoded
 from launcher.telemetry.events import EndEvent
 from launcher.telemetry.step_time import PARTS, TimeShares, time_at_end
 from scripts.bench.network import Network, lacking, network

@@ -31,7 +31,7 @@ def loaded(file: Path, text: str) -> None:
     [
         (
             "def mine(config):\n    return made()\n",
-            "recipe.uses=mine: must be one of bert, cnn, gpt, resnet, or one that a file of your own",
+            "recipe.uses=mine is not known. Known: bert, cnn, gpt, resnet",
         ),
     ],
 )

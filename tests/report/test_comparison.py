@@ -203,11 +203,9 @@ def test_the_command_of_the_best_has_the_tree_that_the_sweep_was_composed_from(t
     for number in range(2):
         directory = write_job(tmp_path, number, ["recipe=rings", f"optim.lr={number + 1}"])
         write_json(directory / "result.json", {"state": "done", "metric_name": "accuracy", "metric": 0.5})
-    write_json(tmp_path / "sweep.json", {"jobs": [], "config_dir": "/my tree", "config_name": "mine"})
+    write_json(tmp_path / "sweep.json", {"jobs": [], "config_dir": "/my tree"})
     text = write_comparison(tmp_path)[0].read_text()
-    assert (
-        "Best: `python -m launcher --config-dir '/my tree' --config-name mine recipe=rings optim.lr=" in text
-    )
+    assert "Best: `python -m launcher --config-dir '/my tree' recipe=rings optim.lr=" in text
 
 
 def test_all_jobs_of_a_large_sweep_are_read(tmp_path):

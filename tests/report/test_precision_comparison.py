@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from launcher.config.codec import decoded
 from launcher.report.comparison import SIDE_BY_SIDE
 from launcher.report.event_history import EventHistory
 from launcher.report.page import write_sweep_report
@@ -14,7 +15,6 @@ from launcher.report.precision_comparison import QUANTITY, comparison_rows, mark
 from launcher.report.run import Run
 from launcher.report.run_groups import RunGroup
 from launcher.report.run_state import RunState
-from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import Status
 from launcher.telemetry.step_time import TIMES

@@ -142,7 +142,7 @@ def test_the_start_has_the_data_and_the_optimizer_with_all_options() -> None:
         "2 classes: a, b"
     )
     assert lines["optimizer"] == (
-        "sgd: lr=0.1, weight_decay=0.0005, momentum=0.9, nesterov=true, clip_norm=null"
+        "sgd: lr=0.1, momentum=0.9, nesterov=true, weight_decay=0.0005, clip_norm=null"
     )
 
 

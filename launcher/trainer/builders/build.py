@@ -5,14 +5,13 @@ Owns every translation from config words to engine values. What is printed of th
 
 from __future__ import annotations
 
-import dataclasses
 import pkgutil
 from typing import Any
 
 import torch
 from torch import nn
 
-from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, OwnOptimConfig
+from launcher.config.optimizers import OPTIMIZERS, OptimConfig
 from launcher.config.rules import BLOCKS, SCHEDULES
 from launcher.config.schema import Config, PrecisionConfig
 from launcher.data.batch_plan import BatchPlan
@@ -56,18 +55,15 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
 
 def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:
     """The optimizer that the config names, which the file `recipes` may have registered."""
-    if isinstance(optim, OwnOptimConfig):
+    if optim.name not in OPTIMIZERS:
         names = dict.fromkeys(OPTIMIZERS) | dict(registry_of(recipes).optimizers)
         # TorchOptimizer refuses what is no such class.
         return TorchOptimizer(look_up("optim.name", optim.name, names), optim.lr, **optim.options)
     known = OPTIMIZERS[optim.name]
     kind: Any = pkgutil.resolve_name(known.place)
-    options = dataclasses.asdict(optim)
-    for each in dataclasses.fields(CommonConfig):  # about the run, and no arguments of the class
-        del options[each.name]
     if not known.is_fused:
-        return TorchOptimizer(kind, optim.lr, **options)
-    built: SGD | AdamW = kind(optim.lr, **options)
+        return TorchOptimizer(kind, optim.lr, **optim.options)
+    built: SGD | AdamW = kind(optim.lr, **optim.options)
     return built
 
 

@@ -5,7 +5,6 @@ Owns the sentences; the modules that build the job make the decisions.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from launcher.config.optimizers import CommonConfig, OptimConfig, is_fused
+from launcher.config.optimizers import OptimConfig, is_fused
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
@@ -105,9 +104,7 @@ def _size(data: object) -> str:
 
 def _optimizer(optim: OptimConfig) -> str:
     """Its name and all its options, so that they can be compared with those of another program."""
-    common = {each.name for each in dataclasses.fields(CommonConfig)} | {"options"}
-    own = {name: value for name, value in dataclasses.asdict(optim).items() if name not in common}
-    options = {"lr": optim.lr, **own, **getattr(optim, "options", {}), "clip_norm": optim.clip_norm}
+    options = {"lr": optim.lr, **optim.options, "clip_norm": optim.clip_norm}
     text = f"{optim.name}: {', '.join(f'{name}={_written(value)}' for name, value in options.items())}"
     return text if is_fused(optim.name) else f"{text}; a torch.optim.Optimizer on fp32 masters, not one pass"
 

@@ -53,7 +53,7 @@ def rates(settings: OptimConfig, model: nn.Module, own: tuple[ParameterGroup, ..
     [
         optim(),
         optim(group("*", weight_decay=DECAY)),
-        optim(decay_norm_and_bias=False, weight_decay=0.0),
+        optim(decay_norm_and_bias=False, options={"weight_decay": 0.0}),
     ],
 )
 def test_what_the_optimizer_does_anyway_gives_no_groups(settings) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ def encoded(value: Any) -> dict[str, Any]:
 
 def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """The dataclass whose fields a file holds by name."""
-    found, rest, fields = {}, dict(record), _fields(kind)
+    found, rest, fields = {}, dict(record), _fields(typing.cast(object, kind))
     for field, hint in fields:
         if field.name in record:
             found[field.name] = _built(hint, rest.pop(field.name))
@@ -46,12 +46,10 @@ def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     return kind(**found)
 
 
-def _fields_of(kind: Any) -> tuple[tuple[dataclasses.Field[object], Any], ...]:
+@cache
+def _fields(kind: Any) -> tuple[tuple[dataclasses.Field[object], Any], ...]:
     hints = typing.get_type_hints(kind)
     return tuple((field, hints[field.name]) for field in dataclasses.fields(kind))
-
-
-_fields: Callable[[object], tuple[tuple[dataclasses.Field[object], Any], ...]] = cache(_fields_of)
 
 
 def _plain(value: object) -> object:
@@ -67,10 +65,12 @@ def _built(hint: Any, value: Any) -> Any:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return decoded(typing.cast("type[object]", hint), value)
-    if origin in (types.UnionType, typing.Union):  # X | None
-        return _built(parts[0], value)
+    if origin in (types.UnionType, typing.Union):  # X | None, or a number or a word
+        return _built(float if float in parts else parts[0], value)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_built(parts[0], item) for item in value)
     if origin is Sequence and isinstance(value, list):
         return [_built(parts[0], item) for item in value]
     if origin is Mapping and isinstance(value, dict):
         return {name: _built(parts[1], item) for name, item in value.items()}
-    return value
+    return float(value) if hint is float and type(value) is int else value
