@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.errors import described
-from launcher.os.cuda_driver import refuse_unusable_driver
+from launcher.os.cuda_driver import refuse_missing_kernels, refuse_unusable_driver
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
 
     device = _device(launch)
     refuse_unusable_driver(launch.rank, device)
+    refuse_missing_kernels(launch.rank, device)
     divide_threads(launch.local_world_size)
     places = launch.rank, launch.world_size, launch.local_rank, launch.local_world_size
     if store is None:

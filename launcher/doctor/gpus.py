@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
 from launcher.errors import counted
-from launcher.os.cuda_driver import ask_driver, dotted, refuse_unusable_driver
+from launcher.os.cuda_driver import ask_driver, dotted, refuse_missing_kernels, refuse_unusable_driver
 from launcher.telemetry.gpu.devices import Gpu, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
 
@@ -38,6 +38,8 @@ def kernels() -> Iterator[Finding]:
     driver = ask_driver()
     on_gpu = torch.cuda.is_available()
     refuse_unusable_driver(0, torch.device("cuda" if on_gpu else "cpu"))
+    for index in range(torch.cuda.device_count()):
+        refuse_missing_kernels(index, torch.device("cuda", index))
     if on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield Finding("CUDA", f"torch's {torch.version.cuda}, driver's {dotted(driver.supported)}")

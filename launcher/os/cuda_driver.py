@@ -1,4 +1,4 @@
-"""Whether this torch and the driver of the GPUs fit, so that a run does not train on the CPU by mistake.
+"""Whether this torch, the driver and the GPUs fit, so that a run does not train on the CPU by mistake.
 
 Owns what CUDA's driver is asked without torch. Imports no torch until it is asked about it.
 """
@@ -38,6 +38,29 @@ def refuse_unusable_driver(rank: int, device: torch.device) -> None:
             "Update the driver, or install a build of torch for that CUDA "
             f"(https://pytorch.org/get-started). {HIDE}"
         )
+
+
+def refuse_missing_kernels(rank: int, device: torch.device) -> None:
+    """Raise PreflightError where this torch has no kernels for the GPU, as its default build for a V100.
+
+    Otherwise the first kernel of the run fails, and again after each restart.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        capability = dotted(torch.cuda.get_device_capability(device))
+        raise PreflightError(
+            f"rank {rank}: torch {torch.__version__} has no kernels for its GPU, "
+            f"{torch.cuda.get_device_name(device)} (compute capability {capability}), only for "
+            f"{', '.join(torch.cuda.get_arch_list())}. Install another build of torch: for GPUs below 7.5 "
+            f"that is cu126, for CUDA 12.6 (https://pytorch.org/get-started). {HIDE}"
+        ) from error
 
 
 class Driver(NamedTuple):

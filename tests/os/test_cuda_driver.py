@@ -10,7 +10,25 @@ import torch
 
 from launcher.errors import PreflightError
 from launcher.launch import worker_count
-from launcher.os.cuda_driver import refuse_unusable_driver
+from launcher.os.cuda_driver import refuse_missing_kernels, refuse_unusable_driver
+
+
+def test_a_gpu_without_kernels_is_refused_with_the_build_that_has_them(monkeypatch) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    with pytest.raises(PreflightError) as refused:
+        refuse_missing_kernels(1, torch.device("cuda", 0))
+    assert "no kernels for its GPU, Tesla V100-SXM2-16GB (compute capability 7.0), only for sm_75" in str(
+        refused.value
+    )
+    assert "cu126" in str(refused.value)
+    refuse_missing_kernels(1, torch.device("cpu"))
+
 
 LIBCUDA = """
 void _exit(int code);
