@@ -24,10 +24,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, LoaderConfig, WorkerPool
 from launcher.data.reader import RAISED, BadSample, Collate, FetchedBatch, InStream, collated
-from launcher.data.seeding import derive_seed, seed_all, seed_transform
+from launcher.data.seeding import EVALUATION, derive_seed, seed_all, seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, transformed
 from launcher.errors import ConfigError, counted
 
@@ -53,8 +52,7 @@ class StreamReader(IterableDataset[FetchedBatch]):
     """Makes micro-batches of a stream in whatever process this is. A data set of torch's DataLoader.
 
     `parts(step)` are the positions of this rank's micro-batches in the stream, from that step of a pass on.
-    `reading(position)` is called before each sample, and with -1 after the last of a micro-batch. `divided`:
-    the stream divides itself among ranks and processes.
+    `divided`: the stream divides itself among ranks and processes.
     """
 
     stream: Iterable[object]  # which may have set_epoch(), state_dict() and load_state_dict()
@@ -70,7 +68,6 @@ class StreamReader(IterableDataset[FetchedBatch]):
             from datasets.distributed import split_dataset_by_node
 
             self.stream = split_dataset_by_node(self.stream, self.rank, self.start.ranks)
-        self.reading: Callable[[int], None] = lambda position: None
         self._pass = self._begun = self.start.passes
         self._process: tuple[int, int] | None = None  # number and how many, in a loader process
         self._reader = ""  # who draws the same random numbers for the same position
@@ -125,7 +122,6 @@ class StreamReader(IterableDataset[FetchedBatch]):
             skipped = skipped or max(goal - at, 0)
             samples: list[object] = []
             while len(samples) < len(part):
-                self.reading(at)
                 # For each sample, not each micro-batch: ranks, processes and a resume that skips forward read
                 # other parts of it, and must find the same order where the stream shuffles by what it draws.
                 seed_all(derive_seed("stream", self.seed, current_pass, self._reader, at))
@@ -139,7 +135,6 @@ class StreamReader(IterableDataset[FetchedBatch]):
                 if at >= goal:
                     samples.append(sample)
                 at += 1
-            self.reading(-1)
             if not samples:
                 return
             try:

@@ -1,4 +1,4 @@
-"""The loader processes of a rank: torch's DataLoader, with failures that name the sample.
+"""The loader processes of a rank: torch's DataLoader, with failures that say what to do.
 
 Owns their start, their signals, the meaning of their failures, and their end. What they read is in
 `map_loader` and `iterable_loader`.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import multiprocessing.queues
-import multiprocessing.util
-import operator
 import os
 import signal
 import tempfile
@@ -22,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from launcher.data.labels import Labels
-from launcher.data.reader import TOGETHER, FetchedBatch
+from launcher.data.reader import FetchedBatch
 from launcher.data.tensors import Batch, batch_to_device
 from launcher.errors import (
     DataError,
@@ -45,8 +42,6 @@ log = logging.getLogger("launcher")
 PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
-READING, ENDS = 0, 1  # columns of what a pool shares with its processes
-LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
 _pools: list[WorkerPool] = []  # of this process, for their failures to be named
 
@@ -64,33 +59,18 @@ class LoaderConfig:
     labels: Labels | None = None  # None: there are no classes
 
 
-class Noting(Protocol):
-    """What makes `FetchedBatch`, and calls `reading` before each sample, with -1 after the last of a batch.
-
-    With TOGETHER before several samples at once.
-    """
-
-    reading: Callable[[int], None]
-
-    def begin(self) -> None:
-        """Called before each iteration, in the process that starts the loader processes."""
-
-
 class WorkerPool:
     """The processes that read a data set; may be iterated again. None for 0 workers.
 
-    `reader` is a data set of torch's DataLoader; a map-style one is given `requests`, in this order.
+    `reader` is a data set of torch's DataLoader, which makes `FetchedBatch`: a map-style one is given
+    `requests`, in this order; a stream has none.
     """
 
-    def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: LoaderConfig, kind: str) -> None:
+    def __init__(self, reader: Any, requests: Iterable[Any] | None, how: LoaderConfig, kind: str) -> None:
         self.kind = kind
         self._reader = reader
         self._requests = requests
         self._how = how
-        # 16 bytes: two int64 per process, in memory that a forked process shares.
-        self._shared = numpy.frombuffer(mmap.mmap(-1, 16 * max(how.workers, 1)), numpy.int64).reshape(-1, 2)
-        self._shared[:, READING] = -1
-        self._number = -1  # of this loader process; -1 in any other
         self._iterator: Any = None  # torch's; None without processes
         _pools.append(self)
 
@@ -98,7 +78,7 @@ class WorkerPool:
     def _loader(self) -> DataLoader[object]:
         how = self._how
         return DataLoader(
-            self._reader,  # type: ignore[arg-type]  # whose keys, if any, are requests
+            self._reader,
             batch_size=None,
             sampler=self._requests,
             num_workers=how.workers,
@@ -106,16 +86,16 @@ class WorkerPool:
             persistent_workers=True,
             pin_memory=how.device.type == "cuda",
             timeout=how.timeout_s,
-            worker_init_fn=self._begin,
+            worker_init_fn=_begin,
             # A recipe's data set need not be pickled, and no process imports torch again.
             multiprocessing_context="fork",
             generator=torch.Generator(),  # or it would draw from that of the dropout
         )
 
     def __iter__(self) -> Iterator[FetchedBatch]:
-        reader: Any = self._reader  # a stream's, or one that is given requests
-        requests = self._requests
-        reader.begin()
+        reader, requests = self._reader, self._requests
+        if requests is None:
+            reader.begin()
         if not self._how.workers:  # without torch's loader, which would only add its own time
             answers = iter(reader) if requests is None else map(reader.__getitem__, requests)
             yield from map(FetchedBatch.pin_memory, answers) if self._how.device.type == "cuda" else answers
@@ -124,114 +104,67 @@ class WorkerPool:
             self._iterator = iter(self._loader)
         # The first batch may take as long as it likes: the user's data set may only now open its files.
         self._iterator._timeout, limit_s = 0, self._iterator._timeout
-        with self._failures_explained():
+        try:
             for fetched in self._iterator:
                 self._iterator._timeout = limit_s
                 yield fetched
-
-    @contextmanager
-    def _failures_explained(self) -> Iterator[None]:
-        """Explain what is raised while a batch of this pool is awaited: no other pool's samples are meant."""
-        try:
-            try:
-                yield
-            except (OSError, EOFError) as error:  # its sockets close before a process counts as ended
-                raise self._ended(error) or error from error
-        except RuntimeError as error:  # torch's, also while an end is awaited
+        except (
+            RuntimeError,
+            OSError,
+            EOFError,
+        ) as error:  # a lost process's sockets close before it has ended
             if failure := self.explain(error):
                 raise failure from error
             raise
 
-    def explain(self, error: RuntimeError) -> LauncherError | None:
-        """The error for a lost process or a long wait, naming the sample that was being read."""
-        if is_of_loader_process(error):
-            return self._ended(error)
-        if "DataLoader timed out" not in str(error):
+    def explain(self, error: Exception) -> LauncherError | None:
+        """The error for a lost process or a long wait."""
+        if "DataLoader timed out" in str(error):
+            return StalledError(
+                f"no batch of the {self.kind} set came from the loader processes for "
+                f"{self._how.timeout_s:g} s. Check what these read from, set data.num_workers=0 if their "
+                f"data set does not work in a forked process, or raise {self._how.timeout_key}."
+            )
+        if isinstance(error, RuntimeError) and not is_of_loader_process(error):
             return None
-        busy = [row for row in self._shared if row[READING] != -1]
-        return StalledError(
-            f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
-            f"{self._at(busy, 'reading')}. Check what these read from, set data.num_workers=0 if their data "
-            f"set does not work in a forked process, or raise {self._how.timeout_key}."
-        )
-
-    def _ended(self, error: Exception) -> DataError | None:
-        """The error for processes that are ending, awaited for END_S; None where none ends."""
         if self._iterator is None:
             return None
         workers = self._iterator._workers
         for sentinel in wait([worker.sentinel for worker in workers], END_S):
             next(worker for worker in workers if worker.sentinel == sentinel).join(END_S)
-        codes = {number: each.exitcode for number, each in enumerate(workers) if each.exitcode is not None}
+        codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
         if not codes:
             return None
         # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
-        killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
-        code = ", ".join(map(str, codes.values()))
-        where = self._at([self._shared[number] for number in codes], "while it read")
+        killed = "killed by signal" in str(error) or any(code < 0 for code in codes)
         return (LoaderKilledError if killed else DataError)(
-            f"a loader process ended {where}: exit code {code}, seen as "
-            f"{first_sentence(error)} If it was killed for memory, lower data.num_workers or "
-            "data.micro_batch_size. If the sample crashes a library, data.num_workers=0 shows where."
+            f"a loader process of the {self.kind} set ended: exit code {', '.join(map(str, codes))}, seen as "
+            f"{first_sentence(error)} Its traceback, if it has one, is in the log. If it was killed for "
+            "memory, lower data.num_workers or data.micro_batch_size; if /dev/shm is full, start docker with "
+            "--shm-size=1g. If a sample crashes a library, data.num_workers=0 shows where."
         )
 
     def close(self) -> None:
         """End the processes, also those that hang."""
         if self._iterator is None:
             return
-        # First: a loader process ignores SIGTERM unless its pool ends.
-        self._shared[:, ENDS] = 1
-        children = self._iterator._workers
-        for child in children:
-            child.terminate()
+        iterator = self._iterator
+        # First, so that torch does not take their end for a failure.
+        if iterator._worker_pids_set:
+            signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+        for child in iterator._workers:
+            child.kill()  # they ignore all signals that may be ignored
         # A process that ended while it held the lock of torch's event would make torch wait without end.
-        self._iterator._workers_done_event = threading.Event()
+        iterator._workers_done_event = threading.Event()
         with suppress(RuntimeError):  # of one that has failed meanwhile
-            self._iterator._shutdown_workers()  # so torch does not take their end for a failure
-        for child in children:
-            child.join(END_S)
-            if child.is_alive():
-                child.kill()
-                child.join()
+            iterator._shutdown_workers()
 
     def end(self) -> None:
         """End the processes of a pool that nothing will be read from again."""
         self.close()
         self._iterator = None
         _pools.remove(self)
-
-    def _at(self, rows: Sequence[Any], reading: str) -> str:
-        """Which samples processes were `reading`; if none, that they were collating or sending a batch."""
-        indices = [int(row[READING]) for row in rows if row[READING] >= 0]
-        if indices:
-            return f"{reading} sample {', '.join(map(str, indices))} of the {self.kind} set"
-        if any(row[READING] == TOGETHER for row in rows):
-            return f"{reading} samples of the {self.kind} set together, by its __getitems__"
-        return (
-            f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full? "
-            "docker: --shm-size=1g; its traceback, if it has one, is in the log)"
-        )
-
-    def _begin(self, number: int) -> None:
-        """Set up a loader process, once. A signal to all processes of a job is for the worker to act on."""
-        signal.set_wakeup_fd(-1)  # it is the worker's
-        for each in HANDLED:
-            signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-        self._number = number
-        # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
-        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
-            _end_after_failed_send
-        )
-        # Sockets get a directory of its own, which `_end` removes: not that of the process before the fork.
-        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
-        _use_a_short_directory()
-        # Called for each sample: without a function in Python it takes a third of the time.
-        self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
-
-    def _end(self, *signal_and_frame: object) -> None:
-        if self._shared[self._number, ENDS]:
-            os._exit(0)
 
 
 class LoadedSet:
@@ -264,12 +197,16 @@ class LoadedSet:
         return self._evaluation[1]
 
 
-def _use_a_short_directory() -> None:
-    """Put the sockets of this process into /tmp where a path in TMPDIR is too long for them."""
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        multiprocessing.util.get_temp_dir()  # made once per process
-        tempfile.tempdir = before
+def _begin(number: int) -> None:
+    """Set up a loader process, once. A signal to all processes of a job is for the worker to act on."""
+    signal.set_wakeup_fd(-1)  # it is the worker's
+    for each in HANDLED:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+    # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
+        _end_after_failed_send
+    )
 
 
 def _end_after_failed_send(error: Exception, batch: object) -> NoReturn:
@@ -293,17 +230,24 @@ def _starting() -> Iterator[None]:
 
 @contextmanager
 def loader_processes() -> Iterator[None]:
-    """End the loader processes started within the context; raise a lost one's failure as a LauncherError."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's, wherever this process was when its child ended
-        failure = next((found for pool in _pools if (found := pool.explain(error))), None)
-        if failure is None:
-            raise
-        raise failure from error
-    finally:
-        while _pools:
-            _pools.pop().close()
+    """End the loader processes started within the context; raise a lost one's failure as a LauncherError.
+
+    Their sockets are in a folder that is removed after them; in /tmp, because a path in TMPDIR may be longer
+    than the 107 bytes that a socket's may have.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory(prefix="pymp-", dir="/tmp") as config["tempdir"]:
+        try:
+            yield
+        except RuntimeError as error:  # torch's, wherever this process was when its child ended
+            failure = next((found for pool in _pools if (found := pool.explain(error))), None)
+            if failure is None:
+                raise
+            raise failure from error
+        finally:
+            while _pools:
+                _pools.pop().close()
+            del config["tempdir"]
 
 
 def is_of_loader_process(error: BaseException) -> bool:

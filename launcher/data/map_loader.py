@@ -11,10 +11,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from launcher.data.batch_plan import BatchPlan, cut, rank_part
-from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, LoaderConfig, WorkerPool
 from launcher.data.reader import BatchIndices, Collate, FetchedBatch, Indexed, Reader
-from launcher.data.seeding import seed_transform
+from launcher.data.seeding import EVALUATION, seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, transformed
 
 CORRECT = "Correct or remove it, or set data.max_bad_samples=N to leave out up to N of them."

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from launcher.data.epochs import enter_epoch, reads_together, with_epochs
-from launcher.data.seeding import seed_reading
+from launcher.data.seeding import derive_seed, seed_all, seed_reading
 from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError, counted, described, listed
 from launcher.user_code import short_traceback, user_location
@@ -23,7 +22,6 @@ from launcher.user_code import short_traceback, user_location
 # By a user's data set. Those that are no Exception end a loader process without a word.
 RAISED = (Exception, GeneratorExit, KeyboardInterrupt, SystemExit)
 SHOWN_SAMPLES = 8  # in an error
-TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 
@@ -119,33 +117,27 @@ SMALL_SHM = (
 class Reader:
     """Answers requests from a data set. What torch's DataLoader holds as its data set.
 
-    `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
-    last of a request. The generators are seeded before each request. A data set with `__getitems__(indices)`
-    is asked for all samples of a request at once, as by torch's DataLoader.
+    The generators are seeded before each request. A data set with `__getitems__(indices)` is asked for all
+    samples of a request at once, as by torch's DataLoader. `set_epoch` of a data set that has it is called
+    before the first sample of another epoch, in every process: each has a copy of its own and reads ahead.
     """
 
-    def __init__(self, dataset: Indexed, collate: Collate | None, seed: int) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self.reading: Callable[[int], None] = lambda index: None
-        self._together = reads_together(dataset)
-        self._with_epochs = with_epochs(dataset)
-
-    def begin(self) -> None:
-        """Do nothing: an iteration needs no preparation."""
+        self._epoch: int | None = None  # that set_epoch was called for
 
     def __getitem__(self, request: BatchIndices) -> FetchedBatch:
         try:
-            enter_epoch(self._with_epochs, request.epoch, self._seed)
+            self._enter_epoch(max(request.epoch, 0))
         except RAISED as error:  # a user's data set may fail in any way
             return FetchedBatch.failed(f"set_epoch failed{_at(error)}", error)
         bad: list[BadSample] = []
         kept: Sequence[int] = range(len(request.indices))
-        samples = self._read_together(request) if self._together else None
+        samples = self._read_together(request) if hasattr(self._dataset, "__getitems__") else None
         if samples is None:
             samples, kept, bad = self._read_each(request)
-        self.reading(-1)
         if not samples:
             return FetchedBatch(None, (), tuple(bad))
         try:
@@ -153,12 +145,21 @@ class Reader:
         except RAISED as error:
             return self._failed([request.indices[offset] for offset in kept], error, bad)
 
+    def _enter_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` where another epoch was set last; with 0 for samples that are evaluated.
+
+        What it draws from the generators of the process depends on (seed, epoch) alone.
+        """
+        if epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
+            seed_all(derive_seed("set_epoch", self._seed, epoch))
+            self._dataset.set_epoch(epoch)
+            self._epoch = epoch
+
     def _read_together(self, request: BatchIndices) -> Sequence[Any] | None:
         """Read all samples by one call of `__getitems__`; None where it fails."""
         seed_reading(self._seed, request.epoch, request.position)
-        self.reading(TOGETHER)
         try:
-            samples = self._dataset.__getitems__(list(request.indices))  # type: ignore[attr-defined]
+            samples = self._dataset.__getitems__(list(request.indices))
         except RAISED:  # a user's data set may fail in any way; read one by one, the sample is named
             return None
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
@@ -170,9 +171,8 @@ class Reader:
         samples: list[Any] = []
         kept: list[int] = []
         bad: list[BadSample] = []
-        dataset, reading, keep = self._dataset, self.reading, samples.append  # looked up once, not per sample
+        dataset, keep = self._dataset, samples.append  # looked up once, not per sample
         for offset, index in enumerate(request.indices):
-            reading(index)
             try:
                 sample = dataset[index]
                 if sample is None:  # as many data sets say that they cannot read one

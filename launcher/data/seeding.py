@@ -14,6 +14,8 @@ import random
 import numpy
 import torch
 
+EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are always the same
+
 
 def derive_seed(*key: int | str) -> int:
     """64 bits from a hash: generators of NumPy and torch with neighbouring seeds are alike at first."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from launcher.config.messages import shortened
-from launcher.data.epochs import EVALUATION
 from launcher.data.iterable_loader import IterableData
 from launcher.data.map_loader import MapDataset
 from launcher.data.reader import BatchIndices, FetchedBatch
+from launcher.data.seeding import EVALUATION
 from launcher.data.sources import Readable, set_title
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import all_gather_str
