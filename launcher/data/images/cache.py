@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 from PIL import Image
 
 from launcher.data.images.image_file import UInt8Array, decode, shrunk
 from launcher.data.images.image_index import ImageIndex
-from launcher.data.tensor_cache import locked
 from launcher.errors import DataError, DataWarning
 
 AT_ONCE = 256  # images that are decoded before they are written
@@ -37,12 +37,11 @@ def decoded_images(folder: Path, images: ImageIndex, side: int) -> DecodedImages
     key = f"{images.key}\n{len(images)} {side}"
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.images"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (found := _opened(path, len(images))) is not None:
-            return found
-        with locked(path):
-            if not path.is_file():
-                _build(path, images, side)
+        if not path.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):
+                if not path.is_file():
+                    _build(path, images, side)
         return DecodedImages(path, len(images))
     except OSError as error:
         warnings.warn(
@@ -54,28 +53,14 @@ def decoded_images(folder: Path, images: ImageIndex, side: int) -> DecodedImages
         return None
 
 
-def _opened(path: Path, count: int) -> DecodedImages | None:
-    """The file, if it is there and not damaged; a damaged one is removed."""
-    if not path.is_file():
-        return None
-    try:
-        return DecodedImages(path, count)
-    except ValueError as error:
-        log.warning("%s is built again: %s", path, error)
-        path.unlink(missing_ok=True)
-        return None
-
-
 class DecodedImages:
-    """Images by index, in memory that all processes share. Raises ValueError if the file is damaged."""
+    """Images by index, in memory that all processes share."""
 
     def __init__(self, path: Path, count: int) -> None:
         content: UInt8Array = np.memmap(path, np.uint8, mode="r")
         self._pixels = content[: len(content) - 8 * count]
         self._sizes = content[len(self._pixels) :].view(np.int32).reshape(count, 2)
         self._ends = np.cumsum(3 * self._sizes.prod(axis=1, dtype=np.int64))
-        if len(content) < 8 * count or self._ends[-1] != len(self._pixels):
-            raise ValueError("it is damaged")
 
     def __getitem__(self, index: int) -> Image.Image | None:
         """The image; None for one that could not be decoded."""

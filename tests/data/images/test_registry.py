@@ -196,22 +196,17 @@ def test_decoded_images_are_kept_and_read_without_the_library(tmp_path, cache_ho
     assert len(list(cache_home.rglob("*.safetensors"))) == 1
 
 
-@pytest.mark.parametrize("change", ["the files", "a cut-off cache", "another cache", "none"])
+@pytest.mark.parametrize("change", ["the files", "a cut-off cache", "none"])
 def test_what_is_kept_is_not_trusted_after_a_change(tmp_path, cache_home, change):
     write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1])
     config = data_config("cifar10", tmp_path)
     load_images(config)
-    (kept,) = cache_home.rglob("*.safetensors")
     write_pair(tmp_path, [png(value) for value in (40, 50, 60)], [0, 2, 1])
     (tmp_path / "train.parquet").touch()
     if change == "a cut-off cache":
         load_images(config)
         for each in cache_home.rglob("*.safetensors"):
             os.truncate(each, each.stat().st_size // 2)
-    elif change == "another cache":
-        load_images(config)
-        (new,) = set(cache_home.rglob("*.safetensors")) - {kept}
-        new.write_bytes(kept.read_bytes())
     elif change == "none":
         config = data_config("cifar10", tmp_path, cache="none")
     assert load_images(config).train.columns["image"][:, 0, 0, 0].tolist() == [40, 50, 60]
