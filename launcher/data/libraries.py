@@ -46,9 +46,9 @@ def without_threads() -> Iterator[None]:
             os.environ[THREADS] = before
 
 
-def datasets_library(user: str) -> ModuleType:
-    """`datasets`, silenced. Raises PreflightError, naming its user, where it is not installed."""
-    datasets = optional("datasets", f"{user} needs")
+def datasets_library() -> ModuleType:
+    """`datasets`, silenced. Raises PreflightError where it is not installed."""
+    datasets = optional("datasets")
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # failures are raised instead
     datasets.disable_progress_bars()
     return datasets

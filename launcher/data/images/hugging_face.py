@@ -23,7 +23,6 @@ READERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "jso
 SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
-OF_ANY_SIZE = "parquet, CSV or JSON files or class folders"
 SHOWN = 10
 
 
@@ -34,30 +33,14 @@ def list_rows(
 
     Columns without a name are found by their types and by the usual names.
     """
-    library, where = datasets_library("data=hf"), f"data.path={path}"
+    library, where = datasets_library(), f"data.path={path}"
     splits = _splits(load(library, path, where), where)
     place = Path(path)
-    folder = place.parent if place.is_file() else place
-    columns = image_column, label_column
-    return index_of_rows(library, splits, columns, where, val_fraction, folder)
-
-
-def index_of_rows(
-    library: ModuleType,
-    splits: Sequence[Any],
-    columns: tuple[str | None, str | None],
-    where: str,
-    val_fraction: float = 0.0,
-    folder: Path = Path(),
-) -> ImageIndex:
-    """The rows of one or two splits, with the columns of images and of labels that the config names.
-
-    Paths of images are relative to `folder`.
-    """
+    folder = place.parent if place.is_file() else place  # of the paths of images in a column
     splits = [each.with_format(None) for each in splits]  # a saved set may give tensors
     features = splits[0].features
-    image = _column(features, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
-    label = _column(features, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
+    image = _column(features, "image", image_column, library.Image, IMAGE_COLUMNS, where)
+    label = _column(features, "label", label_column, library.ClassLabel, LABEL_COLUMNS, where)
     # Encoded, as bytes or the path of a file.
     images = [each.select_columns([image]).cast_column(image, library.Image(decode=False)) for each in splits]
     labels = [_labels(each.select_columns([label])[:][label], features[label], where) for each in splits]
@@ -86,8 +69,8 @@ def index_of_rows(
     )
 
 
-def load(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE) -> Any:
-    """What the library reads: a set, or a mapping of splits. `holds`: what a folder has to hold instead."""
+def load(library: ModuleType, path: str, where: str) -> Any:
+    """What the library reads: a set, or a mapping of splits."""
     place = Path(path)
     try:
         if any((place / name).is_file() for name in SAVED):
@@ -106,7 +89,7 @@ def load(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE) -
         raise DataError(
             f"{where} is nothing here, and a set of this name is neither in the cache of the "
             f"`datasets` library nor could it be fetched from the hub: {first_line(error)}. Connect to the "
-            f"network once, or give a folder: data.path=DIR with {holds}."
+            "network once, or give a folder: data.path=DIR with parquet, CSV or JSON files or class folders."
         ) from error
 
 

@@ -36,7 +36,7 @@ from launcher.errors import ConfigError
 # E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository (doi.org/10.24432/C50P49, CC BY 4.0).
 DIGITS = Path(__file__).with_name("digits.npz")
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
-CIFAR_FILES = "data_batch_1 to 5 and test_batch, the same as .bin, or train*.parquet and test*.parquet"
+CIFAR_FILES = "data_batch_1 to 5 and test_batch, the same as .bin, or parquet files of train and test"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
 
 
@@ -162,13 +162,14 @@ def cifar10(config: DataConfig) -> ImageSet:
     """50,000 + 10,000 photographs of 32 x 32 pixels, or other images of one size in parquet files."""
     options = options_of(config, CifarOptions)
     folder = None if config.path is None else Path(config.path)
-    if folder is not None and not folder.is_dir():
-        kind = "is a file" if folder.exists() else "does not exist"
-        raise ConfigError(f"data.path={folder} {kind}. Give the folder with {CIFAR_FILES}.")
     if folder is not None and (files := batch_files(folder)):
         train, validation, classes = read_batches(files, str(config.name))
+    elif folder is not None and not any(folder.glob("*.parquet")):
+        raise ConfigError(f"data.path={folder} is not a folder with {CIFAR_FILES}.")
     else:
-        train, validation, classes = load_parquet(folder, str(config.name), options.cache)
+        train, validation, classes = load_parquet(
+            folder, str(config.name), options.cache, config.val_fraction
+        )
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 

@@ -11,12 +11,18 @@ import pytest
 import torch
 from PIL import Image
 
-from launcher.data.images.cifar_batches import CLASSES, TEST, TRAIN, read_pickled
+from launcher.data.images.cifar_batches import CLASSES, TEST, TRAIN
 from launcher.data.images.registry import load_images
-from launcher.errors import DataError
+from launcher.errors import ConfigError, DataError
 from tests.data.images.test_registry import REAL_CIFAR10, data_config, png, write_parquet
 
 ROWS = 4  # of a batch
+
+
+@pytest.fixture(autouse=True)
+def library_cache(tmp_path_factory, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("library")))
 
 
 def content(seed=0):
@@ -145,8 +151,8 @@ class Call:
         (Call(os.system, "touch ran"), "it names posix.system, which no batch of CIFAR-10 does"),
         (Call(eval, "open('ran', 'w')"), "it names .*eval"),
         (Call(getattr, "x", "upper"), "it names .*getattr"),
-        (np.array([None]), "it has an array of O8"),
-        (np.zeros(2), "it has an array of f8"),
+        (np.array([None]), "TypeError"),
+        (np.zeros(2), "ValueError: cannot reshape"),
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -158,8 +164,6 @@ def test_a_pickle_that_names_anything_else_is_refused(tmp_path, monkeypatch, val
     with pytest.raises(DataError, match=rf"data_batch_2 cannot be read as a batch of CIFAR-10: .*{message}"):
         load_images(data_config("cifar10", tmp_path))
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(pickle.UnpicklingError):
-        read_pickled(tmp_path / "data_batch_2")
 
 
 def changed(name, data):
@@ -185,16 +189,16 @@ IMAGE = np.zeros((1, 3072), np.uint8)
         ),
         (changed("test_batch", b""), "test_batch cannot be read as a batch of CIFAR-10: EOFError"),
         (changed("test_batch", b"\x80\x02}("), "test_batch cannot be read"),
-        (changed("test_batch", pickle.dumps([1], 2)), "it holds a list, not a dictionary"),
-        (changed("test_batch", pickled(labels=[1])), "it has no data, but labels"),
         (
-            changed("test_batch", pickled(data=IMAGE, fine_labels=[1])),
-            "it has no labels, but data, fine_labels",
+            changed("test_batch", pickle.dumps([1], 2)),
+            "test_batch cannot be read as a batch of CIFAR-10: Type",
         ),
-        (changed("test_batch", pickled(data=IMAGE[:, 1:], labels=[1])), r"uint8 \[1, 3071\], not uint8"),
-        (changed("test_batch", pickled(data=IMAGE, labels=[1, 2])), "1 images and labels of shape"),
-        (changed("test_batch", pickled(data=IMAGE, labels=[10])), "the label 10, which is not one of 0 to 9"),
-        (changed("test_batch", pickled(data=[1], labels=[1])), "its data is a list, its labels a list"),
+        (changed("test_batch", pickled(labels=[1])), "KeyError: b'data'"),
+        (changed("test_batch", pickled(data=IMAGE, fine_labels=[1])), "KeyError: b'labels'"),
+        (changed("test_batch", pickled(data=IMAGE[:, 1:], labels=[1])), "ValueError: cannot reshape"),
+        (changed("test_batch", pickled(data=IMAGE, labels=[1, 2])), "its 1 images have 2 labels"),
+        (changed("test_batch", pickled(data=IMAGE, labels=[10])), "or some that are not 0 to 9"),
+        (changed("test_batch", pickled(data=[1], labels=[1])), "AttributeError: 'list' object"),
     ],
 )
 def test_what_is_damaged_is_named(tmp_path, change, message):
@@ -208,12 +212,12 @@ def test_a_binary_batch_that_is_cut_off_is_named(tmp_path):
     write_binary(tmp_path, *content())
     os.truncate(tmp_path / "data_batch_1.bin", 5000)
     with pytest.raises(
-        DataError, match=r"data_batch_1\.bin cannot be read .* its 5,000 bytes are not rows of"
+        DataError, match=r"data_batch_1\.bin cannot be read .*: cannot reshape array of size 5000"
     ):
         load_images(data_config("cifar10", tmp_path))
 
 
 def test_a_folder_of_something_else_has_all_forms_in_its_error(tmp_path):
     (tmp_path / "cat.png").write_bytes(png())
-    with pytest.raises(DataError, match=r"no train\*\.parquet, and no batches .* It has: cat\.png"):
+    with pytest.raises(ConfigError, match=r"not a folder with data_batch_1 .* \.bin, or parquet files"):
         load_images(data_config("cifar10", tmp_path))
