@@ -6,6 +6,7 @@ text as the file has it; those of JSON and parquet are any values, None where th
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ TRAINING_NAMES = ("train", "training")
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test", "testing")  # the first that a folder has
 NAMES_SHOWN = 20
 OPTIONAL = ("language",)  # columns that are read where they are there
-SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
+SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".parquet")
 SEPARATORS = ",;\t|"  # of a .csv: the one that its first line has most of
 BLOCK_BYTES = 1 << 26  # that are read at once; a row has to fit
 
@@ -48,15 +49,9 @@ class DataTable:
         """`FILE, row 17`, for messages on a row (counted from 0)."""
         return f"{self.file}, row {self.numbers[row]}"
 
-    def column(self, name: str) -> list[Any]:
-        """The values of a column. Raises DataError with the names of those that are there."""
-        if name not in self.columns:
-            raise missing_columns(self.file, [name], list(self.columns))
-        return self.columns[name]
-
     def texts(self, name: str) -> list[str]:
         """The values of a column as text, whole numbers written out. Raises DataError for all others."""
-        cells = self.column(name)
+        cells = self.columns[name]
         for row, cell in enumerate(cells):
             if not isinstance(cell, str | int):
                 found = "has no value" if cell is None else f"is a {type(cell).__name__}: {cell!r:.60}"
@@ -70,30 +65,26 @@ class DataTable:
 
 
 def read_table(file: Path, wanted: Wanted = None) -> DataTable:
-    """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
+    """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .parquet. `wanted`: these columns alone.
 
-    All but parquet may end in .gz too. TSV and CSV begin with the names of the columns. TSV has no quoting,
-    and a .txt is read as TSV. Of a parquet file in parts the first is given, and all are read;
-    whole numbers that its schema names as classes are these names. Raises DataError for a file that cannot be
-    read, has no rows, or lacks a column that is wanted.
+    TSV and CSV begin with the names of the columns. TSV has no quoting, and a .txt is read as TSV. Of a
+    parquet file in parts the first is given, and all are read; whole numbers that its schema names as classes
+    are these names. Raises DataError for a file that cannot be read, has no rows, or lacks a column that is
+    wanted.
     """
     if not is_table(file):
         raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(SUFFIXES)}.")
-    if not file.is_file():
-        raise DataError(
-            f"{file} cannot be read: {'it is a folder' if file.exists() else 'there is no such file'}."
-        )
     library = optional("pyarrow", "tables need")
-    suffix = _suffix(file)
+    suffix = file.suffix.lower()
     try:
         if suffix == ".parquet":
             found = _read_parquet(file, wanted)
-        elif suffix in (".jsonl", ".ndjson"):
+        elif suffix == ".jsonl":
             found = _read_json_lines(file, wanted)
         else:
             found = _read_separated(file, wanted, quoted=suffix == ".csv")
     except (OSError, ValueError, library.ArrowException) as error:  # DataError is none of these
-        raise DataError(f"{file} cannot be read: {first_line(error)}{_advice(error)}") from error
+        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
     columns = {name.strip(): cells for name, cells in found.items()}
     num_rows = max(map(len, columns.values()), default=0)
     if not num_rows:
@@ -104,8 +95,7 @@ def read_table(file: Path, wanted: Wanted = None) -> DataTable:
 def _read_separated(file: Path, wanted: Wanted, quoted: bool) -> dict[str, list[Any]]:
     """Cells as text. CSV quotes as RFC 4180 says, TSV not at all: a quote is a character like others."""
     arrow, csv = import_module("pyarrow"), import_module("pyarrow.csv")
-    with arrow.input_stream(str(file), compression="detect") as opened:
-        content = opened.read()
+    content = file.read_bytes()
     first_row = content.lstrip().partition(b"\n")[0].decode(errors="replace")
     separator = max(SEPARATORS, key=first_row.count) if quoted else "\t"
     how = {
@@ -129,8 +119,7 @@ def _read_separated(file: Path, wanted: Wanted, quoted: bool) -> dict[str, list[
 def _read_json_lines(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
     reading = import_module("pyarrow.json")
     options = reading.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
-    with import_module("pyarrow").input_stream(str(file), compression="detect") as opened:
-        table = reading.read_json(opened, read_options=options)
+    table = reading.read_json(str(file), read_options=options)
     kept = _picked(file, table.column_names, wanted)
     return {name: table.column(there).to_pylist() for name, there in kept.items()}
 
@@ -150,31 +139,14 @@ def _read_parquet(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
     return columns
 
 
-def _advice(error: Exception) -> str:
-    """What to do about an error of pyarrow."""
-    text = str(error)
-    if "UTF8" in text:
-        return " Convert the file to UTF-8, for instance with iconv -f LATIN1 -t UTF-8."
-    if "Expected" in text and "columns" in text:
-        return (
-            " A cell of a .csv that has a comma, a quote or a line break stands in quotes; a .tsv has tabs "
-            "between the cells and no quoting."
-        )
-    return ""
-
-
 def _shards(file: Path) -> list[Path]:
     """All files of a table of which `file` is the first. Raises DataError where one is missing."""
     found = SHARD.search(file.stem)
     if found is None:
         return [file]
-    beginning = file.stem[: found.start()]
-    names = (f"{beginning}-{part:05}-of-{found[1]}{file.suffix}" for part in range(int(found[1])))
-    parts = [file.with_name(name) for name in names]
-    if absent := [part.name for part in parts if not part.is_file()]:
-        raise DataError(
-            f"{file} is the first of {len(parts)} files, of which these are missing: {listed(absent, 5)}."
-        )
+    parts = sorted(file.parent.glob(f"{glob.escape(file.stem[: found.start()])}-*-of-{found[1]}.parquet"))
+    if len(parts) != int(found[1]):
+        raise DataError(f"{file} is the first of {int(found[1])} files, of which {len(parts)} are there.")
     return parts
 
 
@@ -189,12 +161,7 @@ def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
 
 def is_table(file: Path) -> bool:
     """Whether the file is one that `read_table` reads, by its name."""
-    return _suffix(file) in SUFFIXES and not (_suffix(file) == ".parquet" != file.suffix.lower())
-
-
-def _suffix(file: Path) -> str:
-    name = file.name.lower()
-    return Path(name.removesuffix(".gz")).suffix
+    return file.suffix.lower() in SUFFIXES
 
 
 def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
@@ -238,15 +205,8 @@ def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> dict[str, str]:
     found = {name: next((each for each in choice if each in there), None) for name, choice in wanted.items()}
     missing = [" or ".join(wanted[name]) for name, each in found.items() if not each and name not in OPTIONAL]
     if missing:
-        raise missing_columns(file, missing, there)
+        raise DataError(
+            f"{file} has not the column {' and '.join(missing)}. It has: {listed(there, NAMES_SHOWN)}. "
+            "data.sentence1, data.sentence2 and data.label name the columns that are read."
+        )
     return {name: each for name, each in found.items() if each}
-
-
-class MissingColumnsError(DataError):
-    """A file lacks columns."""
-
-
-def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> MissingColumnsError:
-    """The error for columns that a file does not have."""
-    which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
-    return MissingColumnsError(f"{file} has not {which}. It has: {listed(there, NAMES_SHOWN) or 'none'}.")

@@ -38,9 +38,6 @@ def list_csv(
 ) -> ImageIndex:
     """The images of a CSV; without a column split, `val_fraction` of each class is held out."""
     where = f"data.csv={file}"
-    if not file.is_file():
-        kind = "is a folder" if file.exists() else "does not exist"
-        raise ConfigError(f"{where} {kind}. Give a file with the paths of images and their labels.")
     root = root or file.parent
     table = read_table(file)
     columns = list(table.columns)

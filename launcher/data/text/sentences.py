@@ -22,11 +22,10 @@ from torch import Tensor
 from launcher.config.rules import Rule, list_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
-from launcher.data.options import Cache, filled, options_of
+from launcher.data.options import Cache, Text, options_of
 from launcher.data.split import label_to_index, natural, numbered, refuse_one_class, stratified_split
 from launcher.data.tables import (
     DataTable,
-    MissingColumnsError,
     read_table,
     split_files,
     validation_file,
@@ -34,39 +33,25 @@ from launcher.data.tables import (
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import Batch
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
-from launcher.errors import ConfigError, DataError, DataWarning, listed
+from launcher.errors import ConfigError, DataError, DataWarning
 
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
-SHOWN = 12  # labels in a message
-Names = (
-    Annotated[str, string("the name of a column", filled.holds)]
-    | Annotated[Sequence[str], list_of(filled, "a list of such, one of which a file has")]
-)
-Labels = (
-    Annotated[str, string("a label", lambda value: True)]
-    | Annotated[Sequence[str], list_of(filled, "a list of labels")]
-)
-SAME_LABELS = Rule(
-    "a mapping of labels to labels, such as {contradictory: contradiction}",
-    lambda value: isinstance(value, Mapping) and all(map(filled.holds, [*value, *value.values()])),
-)
-FILES = Rule(
-    "null, the name of a file below data.path, or a list of such names",
-    lambda value: value is None or filled.holds(value) or bool(value and list_of(filled, "").holds(value)),
-)
+text = string("a text", lambda value: True)
+Texts = Annotated[str, text] | Annotated[Sequence[str], list_of(text, "a list of texts")]
+SAME_LABELS = Rule("a mapping of labels to labels", lambda value: isinstance(value, Mapping))
 
 
 @dataclass(frozen=True)
 class SentenceOptions:
     """The keys of data=sentences."""
 
-    sentence1: Names = "sentence1"
-    sentence2: Names | None = None
-    label: Names = "label"
-    unlabelled: Labels | None = None
+    sentence1: Texts = "sentence1"
+    sentence2: Texts | None = None
+    label: Texts = "label"
+    unlabelled: Texts | None = None
     same_labels: Annotated[Mapping[str, str], SAME_LABELS] = field(default_factory=dict)
-    language: Annotated[str, string("a value of the column language", filled.holds)] | None = None
-    validation: Annotated[str | Sequence[str] | None, FILES] = None
+    language: Text | None = None
+    validation: Texts | None = None
     max_seq_len: Annotated[int, whole(4)] = 128
     vocab_size: Annotated[int, whole(8)] = 8192
     lower_case: bool = True
@@ -76,7 +61,7 @@ class SentenceOptions:
     def columns(self) -> Mapping[str, Sequence[str]]:
         """The columns of a table that are read, and their names there."""
         given = {"sentence1": self.sentence1, "sentence2": self.sentence2, "label": self.label}
-        named = {name: _names(each) for name, each in given.items() if each is not None}
+        named = {name: _texts(each) for name, each in given.items() if each is not None}
         return named | ({"language": ("language",)} if self.language else {})
 
 
@@ -180,15 +165,12 @@ def sentence_files(
     train, found = split_files(Path(os.path.expanduser(path)), language or "")
     if validation is None:
         return {"train": train} | ({"validation": found} if found else {})
-    names = [validation] if isinstance(validation, str) else list(validation)
+    names = _texts(validation)
     files = {Path(name).stem: validation_file(train.parent, name) for name in names}
     if "train" in files or len(files) < len(names):
         raise ConfigError(f"data.validation={validation}: names without suffix must differ, also from train.")
-    for name, file in files.items():
-        if not file.is_file():
-            raise ConfigError(f"data.validation={validation}: there is no file {file}.")
-        if file == train or list(files.values()).count(file) > 1:
-            raise ConfigError(f"data.validation={validation}: {name} is {file}, which is used already.")
+    if train in files.values():
+        raise ConfigError(f"data.validation={validation}: {train} is trained on.")
     return {"train": train, **files}
 
 
@@ -199,12 +181,7 @@ def _tokenised(
     pretrained: SentenceTokenizer | None,
 ) -> Stored:
     """The rows of all parts as tensors, and what was learned of them as texts."""
-    try:
-        tables = {"train": read_table(files["train"], options.columns)}
-    except MissingColumnsError as error:
-        keys = ", ".join(f"data.{key}={getattr(options, key)}" for key in ("sentence1", "sentence2", "label"))
-        raise ConfigError(f"{error} {keys} name the columns that are read.") from error
-    tables |= {name: read_table(file, options.columns) for name, file in files.items() if name != "train"}
+    tables = {name: read_table(file, options.columns) for name, file in files.items()}
     left_out = Counter[str]()  # rows, by the reason
     kept = {name: _labelled(table, options, left_out) for name, table in tables.items()}
     labels = _labels(kept["train"], options)
@@ -240,8 +217,8 @@ def _tokenised(
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
 
 
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """An option that is one name or several, as a tuple."""
+def _texts(given: str | Sequence[str]) -> tuple[str, ...]:
+    """An option that is one text or several, as a tuple."""
     return (given,) if isinstance(given, str) else tuple(given)
 
 
@@ -255,19 +232,16 @@ def _labelled(table: DataTable, options: SentenceOptions, left_out: Counter[str]
 
     Raises DataError where none is left, and for an empty cell: it is no class.
     """
-    languages, labels = table.columns.get("language"), table.column("label")
+    languages, labels = table.columns.get("language"), table.columns["label"]
     rows = [row for row in range(len(table)) if not languages or languages[row] == options.language]
-    if not rows:
-        raise DataError(
-            f"{table.file} has no row with the language {options.language!r}. It has "
-            f"{listed(sorted(set(map(str, languages or ()))), SHOWN)}: data.language names one."
-        )
     left_out[f"are not of data.language={options.language}"] += len(table) - len(rows)
-    none = () if options.unlabelled is None else _names(options.unlabelled)
+    none = () if options.unlabelled is None else _texts(options.unlabelled)
     kept = [row for row in rows if labels[row] is None or str(labels[row]) not in none]
     if not kept:
-        found = " or ".join(sorted({repr(str(labels[row])) for row in rows}))
-        raise DataError(f"{table.file}: every row has the label {found}, which is none.")
+        raise DataError(
+            f"{table.file}: no row of data.language={options.language} has another label than "
+            f"data.unlabelled={options.unlabelled}."
+        )
     if empty := [row for row in kept if isinstance(labels[row], str) and not labels[row].strip()]:
         raise DataError(
             f"{table.place(empty[0])}: the label is empty, in {len(empty):,} of {len(rows):,} rows. Give "

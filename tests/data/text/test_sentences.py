@@ -106,7 +106,7 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
         found = load_sentences(config_of(file))
     assert len(found.train) + len(found.validation["validation"]) == 40
     only = written(tmp_path, "only.tsv", odd)
-    with pytest.raises(DataError, match=r"only\.tsv: every row has the label '-'"):
+    with pytest.raises(DataError, match=r"only\.tsv: no row of .* has another label than data\.unlabelled="):
         load_sentences(config_of(only))
 
 
@@ -143,9 +143,8 @@ def test_several_validation_sets_by_name(tmp_path):
         "train": tmp_path / "train.tsv",
         "dev_mismatched": tmp_path / "dev_mismatched.tsv",
     }
-    for names, message in (("x.tsv", "there is no file"), (["train.tsv"], "must differ, also from train")):
-        with pytest.raises(ConfigError, match=message):
-            sentence_files(str(tmp_path), names)
+    with pytest.raises(ConfigError, match="must differ, also from train"):
+        sentence_files(str(tmp_path), ["train.tsv"])
 
 
 THREE = ("entailment", "neutral", "contradiction")
@@ -179,7 +178,7 @@ def test_xnli_as_published(tmp_path):
     with pytest.warns(DataWarning, match="15 rows are not of data.language=en"):
         found = load_sentences(config_of(folder, data="xnli"))
     assert (len(found.train), len(found.validation["validation"])) == (6, 3)
-    with pytest.raises(DataError, match=r"no row with the language 'sw'\. It has ar, de, en: data\.language"):
+    with pytest.raises(DataError, match=r"no row of data\.language=sw has another label"):
         load_sentences(config_of(folder / "multinli.train.en.tsv", data="xnli", **asked | {"language": "sw"}))
 
 
@@ -209,7 +208,7 @@ def test_the_parquet_of_the_hub_names_its_classes(tmp_path, data):
     assert found.classes == ("contradiction", "entailment", "neutral")
     assert (len(found.train), len(found.validation["validation"])) == (33, 6)
     (tmp_path / "train-00001-of-00002.parquet").unlink()
-    with pytest.raises(DataError, match=r"the first of 2 files, of which .* missing: train-00001-of-00002"):
+    with pytest.raises(DataError, match=r"the first of 2 files, of which 1 are there"):
         load_sentences(config_of(tmp_path, data=data))
 
 
@@ -302,7 +301,7 @@ def test_a_label_that_the_training_set_does_not_have(tmp_path):
 def test_a_missing_column_lists_those_that_are_there(tmp_path):
     file = written(tmp_path, "train.tsv", header=("one", "two", "label"))
     with pytest.raises(
-        ConfigError, match=r"has not the columns sentence1 or premise, .*It has: one, two, label\. data\.s"
+        DataError, match=r"has not the column sentence1 or premise and .*It has: one, two, label\. data\.s"
     ):
         load_sentences(config_of(file))
     named = {"sentence1": "one", "sentence2": "two", "label": "label"}
@@ -315,10 +314,10 @@ def test_a_missing_column_lists_those_that_are_there(tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"sentence1": None}, r"data\.sentence1=None: must be the name of a column"),
+        ({"sentence1": None}, r"data\.sentence1=None: must be a text or a list"),
         ({"max_seq_len": 2}, r"data\.max_seq_len=2: must be a whole number of at least 4"),
         ({"lower_case": "yes"}, r"data\.lower_case='yes': must be true or false"),
-        ({"validation": []}, r"data\.validation=\[\]: must be null, the name of a file"),
+        ({"validation": 3}, r"data\.validation=3: must be null or a text or a list"),
         ({"sentence3": "x"}, r"data\.sentence3 is not an option of data=nli"),
     ],
 )
