@@ -9,6 +9,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+TRAIN = ("train", "training")  # words of files, folders, splits and cells of a CSV, in any case
+VALIDATION = ("validation", "valid", "val", "dev", "test", "testing")  # likewise; the first that there is
+
 
 def part_named(files: Sequence[Path], words: Sequence[str], of: str = "") -> Path | None:
     """The first file with one of these words among those of its name, in any case.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.tensors import TensorData
-from launcher.errors import DataError, described, listed
+from launcher.errors import DataError, described
 
 TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST = ("test_batch",)
@@ -29,21 +29,12 @@ Columns = tuple[Any, Any]  # images uint8 [n, 3072], labels of integers [n]
 
 
 def batch_files(folder: Path) -> list[Path] | None:
-    """The six files in the folder or in the one that the archives unpack to; None if there is none of them.
-
-    Raises DataError if some of the six are missing.
-    """
+    """The six files in the folder or in the one that the archives unpack to; None if one is missing."""
     for place in (folder / name for name in FOLDERS):
         for suffix in ("", ".bin"):
             files = [place / f"{name}{suffix}" for name in (*TRAIN, *TEST)]
-            missing = [file.name for file in files if not file.is_file()]
-            if not missing:
+            if all(file.is_file() for file in files):
                 return files
-            if len(missing) < len(files):
-                raise DataError(
-                    f"data.path={folder}: {place} has some files of CIFAR-10, but not {listed(missing, 6)}. "
-                    "Unpack the archive again."
-                )
     return None
 
 

@@ -12,15 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.messages import nearest, suggestion
-from launcher.data.images.image_index import (
-    SHOWN,
-    SUFFIXES,
-    TRAIN,
-    VALIDATION,
-    File,
-    ImageIndex,
-    index_of_files,
-)
+from launcher.data.images.image_index import SHOWN, SUFFIXES, File, ImageIndex, index_of_files
+from launcher.data.part_files import TRAIN, VALIDATION
 from launcher.data.tables import read_table
 from launcher.errors import ConfigError, DataError, listed
 

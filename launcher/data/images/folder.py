@@ -13,15 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.data.images.image_index import (
-    SHOWN,
-    SUFFIXES,
-    TRAIN,
-    VALIDATION,
-    File,
-    ImageIndex,
-    index_of_files,
-)
+from launcher.data.images.image_index import SHOWN, SUFFIXES, File, ImageIndex, index_of_files
+from launcher.data.part_files import TRAIN, VALIDATION
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
@@ -33,9 +26,6 @@ def list_folder(
 
     `train` and `validation` name the folders of a set that comes with a split, where their names do not.
     """
-    if not root.is_dir():
-        kind = "is a file" if root.exists() else "does not exist"
-        raise ConfigError(f"data.path={root} {kind}. Give the folder that holds one folder per class.")
     ignored: Counter[str] = Counter()
     try:
         parts = _named_parts(root, train, validation) or _usual_parts(root)
@@ -57,9 +47,6 @@ def _named_parts(root: Path, train: str | None, validation: str | None) -> dict[
     """The folders that the config names, and whether they are held out; empty where it names none."""
     if train is None and validation is not None:
         raise ConfigError(f"data.validation={validation} needs data.train, the folder to train on.")
-    for key, name in (("train", train), ("validation", validation)):
-        if name is not None and not (root / name).is_dir():
-            raise ConfigError(f"data.{key}={name}: there is no folder {root / name}.")
     if train is None:
         return {}
     return {root / train: None} if validation is None else {root / train: False, root / validation: True}

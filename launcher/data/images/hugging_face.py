@@ -14,9 +14,10 @@ from typing import Any
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.images.image_file import Source
-from launcher.data.images.image_index import TRAIN, VALIDATION, ImageIndex, image_index
+from launcher.data.images.image_index import ImageIndex, image_index
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, go_offline_if_unreachable
+from launcher.data.part_files import TRAIN, VALIDATION
 from launcher.errors import ConfigError, DataError, first_line, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}  # of a single file

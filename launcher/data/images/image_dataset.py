@@ -16,12 +16,10 @@ import numpy as np
 import torch
 
 from launcher.config.rules import Rule, is_whole, number
-from launcher.config.schema import DataConfig
 from launcher.data.images.cache import DecodedImages
 from launcher.data.images.image_file import center_crop, channels_first, cut, random_resized_crop, read_crop
 from launcher.data.images.image_index import ImageIndex
 from launcher.data.options import Cache
-from launcher.errors import ConfigError
 
 BASE_OVER_CROP = 256 / 224  # the usual resize before a centre crop
 
@@ -44,16 +42,6 @@ class ImageOptions:
     def base_size(self) -> int:
         """The shorter side of a decoded image in the cache, in pixels."""
         return round(self.image_size * BASE_OVER_CROP)
-
-
-def refuse_padding(config: DataConfig) -> None:
-    """Raise ConfigError for the augmentation of images of one size."""
-    if config.augment.random_crop_padding:
-        raise ConfigError(
-            f"data.augment.random_crop_padding={config.augment.random_crop_padding} must be 0 for "
-            "photographs, of which random regions are cut. Set data.crop_scale, the smallest share of the "
-            "area, instead."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +88,3 @@ class ImageDataset:
             text = f"{self.index.identity(index)}\0{self.index.labels[index]}\n"
             digest.update(text.encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
-
-    @property
-    def labels(self) -> list[int]:
-        """The class of each sample."""
-        return [self.index.labels[index] for index in self.indices]

@@ -6,7 +6,6 @@ Owns the split of sets that come without one. Images are opened when they are ne
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from pathlib import Path
 
 from launcher.data.images.image_file import Source
 from launcher.data.split import label_to_index, natural, numbered, refuse_one_class, stratified_split
-from launcher.errors import DataError, DataWarning, counted, listed
+from launcher.errors import DataError
 
 KINDS = ("bmp", "gif", "jfif", "jpe", "jpeg", "jpg", "pgm", "png", "ppm", "tga", "tif", "tiff", "webp")
 SUFFIXES = frozenset(f".{kind}" for kind in KINDS)
-TRAIN = ("train", "training")  # names of folders and words of a CSV, in any case
-VALIDATION = ("val", "valid", "validation", "dev", "test", "testing")  # likewise; the first that exists
 SHOWN = 5  # names in a message
 
 
@@ -76,18 +73,6 @@ def image_index(
     classes = classes or sorted({labels[row] for row in train}, key=natural)
     numbers = label_to_index([labels[row] for row in rows], classes, lambda row: where)
     refuse_one_class(classes, where)
-    if (
-        held_out is None
-        and validation
-        and (bare := sorted(set(range(len(classes))) - set(numbers[len(train) :])))
-    ):
-        names = listed([classes[number] for number in bare], SHOWN)
-        warnings.warn(
-            f"{where}: no image is held out of {counted(len(bare), 'class', 'es')} ({names}). The "
-            "evaluation says nothing about them: raise data.val_fraction, or give more images.",
-            DataWarning,
-            stacklevel=2,
-        )
     return ImageIndex(rows, tuple(numbers), tuple(classes), len(train), **fields)  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ from launcher.data.images.cifar_parquet import load_parquet
 from launcher.data.images.csv_file import list_csv
 from launcher.data.images.folder import list_folder
 from launcher.data.images.hugging_face import list_rows
-from launcher.data.images.image_dataset import ImageDataset, ImageOptions, refuse_padding
+from launcher.data.images.image_dataset import ImageDataset, ImageOptions
 from launcher.data.images.image_index import ImageIndex
 from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
 from launcher.data.split import stratified_split
@@ -176,7 +176,6 @@ def cifar10(config: DataConfig) -> ImageSet:
 def imagefolder(config: DataConfig) -> ImageSet:
     """Photographs of any size in class folders, or listed in a CSV."""
     options = options_of(config, FolderOptions)
-    refuse_padding(config)
     folder = None if config.path is None else Path(config.path)
     file = None if options.csv is None else Path(options.csv)
     if file is None and folder is not None and folder.suffix.lower() == ".csv":
@@ -197,7 +196,6 @@ def imagefolder(config: DataConfig) -> ImageSet:
 def hf(config: DataConfig) -> ImageSet:
     """Photographs of any size through the `datasets` library: a folder, a file, or a name of the hub."""
     options = options_of(config, HubOptions)
-    refuse_padding(config)
     if config.path is None:
         raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
     listing = list_rows(config.path, options.image_column, options.label_column, config.val_fraction)
