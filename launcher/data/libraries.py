@@ -5,13 +5,11 @@ Each is imported where it is used; without one, the error has the line that inst
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
@@ -19,31 +17,18 @@ from launcher.config.messages import install_line
 from launcher.errors import PreflightError
 
 PROBE_TIMEOUT_S = 5.0  # of a connection to the hub, which answers within a second where there is a network
-THREADS = "TOKENIZERS_PARALLELISM"
 
 
 def optional(name: str, needed: str = "this recipe needs") -> ModuleType:
     """Import a package. Raises PreflightError, which begins with `needed`, where it is not installed."""
+    # Once `tokenizers` has started threads of its own, it warns of every fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return import_module(name)
     except ImportError as error:
         raise PreflightError(
             f"{needed} the `{name}` package, which is not installed: {install_line(name)}"
         ) from error
-
-
-@contextlib.contextmanager
-def without_threads() -> Iterator[None]:
-    """Context in which `tokenizers` starts no threads: once it has, it warns of every fork."""
-    before = os.environ.get(THREADS)
-    os.environ[THREADS] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[THREADS]
-        else:
-            os.environ[THREADS] = before
 
 
 def datasets_library() -> ModuleType:

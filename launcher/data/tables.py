@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.data.libraries import optional
-from launcher.data.part_files import part_named, words_of
-from launcher.errors import ConfigError, DataError, first_line, listed
+from launcher.data.part_files import TRAIN, VALIDATION, part_named, words_of
+from launcher.errors import DataError, first_line, listed
 
-TRAINING_NAMES = ("train", "training")
-VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test", "testing")  # the first that a folder has
 NAMES_SHOWN = 20
 OPTIONAL = ("language",)  # columns that are read where they are there
 SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".parquet")
@@ -169,21 +167,19 @@ def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
 
     Or such with the words in their names, as multinli.train.en.tsv; of several the one with the words `of`.
 
-    A file is trained on, and nothing is set aside to validate on: None. Raises ConfigError for a path that
-    is neither, DataError for a folder without such files.
+    A file is trained on, and nothing is set aside to validate on: None. Raises DataError for a folder without
+    such files.
     """
     if path.is_file():
         return path, None
-    if not path.is_dir():
-        raise ConfigError(f"data.path={path} is neither a file nor a folder.")
     tables = sorted(file for file in path.iterdir() if is_table(file))
-    train = part_named(tables, TRAINING_NAMES, of)
+    train = part_named(tables, TRAIN, of)
     if train is None:
         found = listed(sorted(entry.name for entry in path.iterdir()), NAMES_SHOWN) or "nothing"
         raise DataError(
             f"data.path={path} has no table with train in its name ({', '.join(SUFFIXES)}). It has: {found}."
         )
-    return train, part_named(tables, VALIDATION_NAMES, of)
+    return train, part_named(tables, VALIDATION, of)
 
 
 def validation_file(folder: Path, name: str) -> Path:
@@ -191,8 +187,8 @@ def validation_file(folder: Path, name: str) -> Path:
     if (folder / name).is_file() or Path(name).suffix:
         return folder / name
     tables = sorted(file for file in folder.iterdir() if is_table(file))
-    rest = " ".join(word for word in words_of(name) if word not in VALIDATION_NAMES)
-    return part_named(tables, VALIDATION_NAMES, rest) or folder / name
+    rest = " ".join(word for word in words_of(name) if word not in VALIDATION)
+    return part_named(tables, VALIDATION, rest) or folder / name
 
 
 def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> dict[str, str]:

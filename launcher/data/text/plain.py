@@ -22,11 +22,11 @@ from torch import Tensor
 
 from launcher.config.rules import one_of, whole
 from launcher.config.schema import DataConfig
-from launcher.data.libraries import optional, without_threads
+from launcher.data.libraries import optional
 from launcher.data.options import Cache, Count, options_of
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
-from launcher.errors import ConfigError, DataError
+from launcher.errors import DataError, first_line
 
 Int32Array = NDArray[np.int32]
 PIECE = 1 << 16  # characters that are encoded at a time
@@ -72,9 +72,7 @@ class BytePairs:
 
     @classmethod
     def fitted(cls, text: str, train: str, size: int) -> Self:
-        """At most `size` tokens, fitted to the training part. Raises ConfigError for fewer than 256."""
-        if size < 256:
-            raise ConfigError(f"data.vocab_size={size}: byte-pair encoding needs at least 256, one per byte.")
+        """At most `size` tokens, or one per byte, fitted to the training part."""
         library = optional("tokenizers")
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,8 +82,7 @@ class BytePairs:
             initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        with without_threads():
-            tokenizer.train_from_iterator(_pieces(train), trainer)
+        tokenizer.train_from_iterator(_pieces(train), trainer)
         return cls(tokenizer.to_str())
 
     @property
@@ -93,8 +90,7 @@ class BytePairs:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> Int32Array:
-        with without_threads():
-            parts = [np.array(self._tokenizer.encode(piece).ids, np.int32) for piece in _pieces(text)]
+        parts = [np.array(self._tokenizer.encode(piece).ids, np.int32) for piece in _pieces(text)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -179,8 +175,6 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
     given = Path(os.path.expanduser(path))
     if given.is_file():
         return [given], given.parent
-    if not given.is_dir():
-        raise ConfigError(f"data.path={path} is neither a file nor a folder.")
     if files := _below(given, TEXTS):
         return files, given
     raise DataError(f"data.path={path} contains no texts, that is no file that ends in {', '.join(TEXTS)}.")
@@ -200,14 +194,8 @@ def read_text(file: Path) -> str:
     """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
     try:
         return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{file}, line {line}: byte {error.object[error.start]:#04x} is no UTF-8. Convert the file, for "
-            "instance with iconv -f LATIN1 -t UTF-8."
-        ) from None
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8: {first_line(error)}") from error
 
 
 def held_out(text: str, val_fraction: float) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from launcher.config.schema import DataConfig
-from launcher.data.libraries import hub_answers, optional, without_threads
+from launcher.data.libraries import hub_answers, optional
 from launcher.data.options import options_of
 from launcher.data.text.sentences import SentenceOptions
 from launcher.data.text.tokenizer import SentenceTokenizer
@@ -104,8 +104,7 @@ class PretrainedEncoder:
         library.utils.logging.disable_progress_bar()
         local = self._local
         try:
-            with without_threads():
-                yield {"local_files_only": local, "trust_remote_code": False}
+            yield {"local_files_only": local, "trust_remote_code": False}
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             offline = (
                 " The hub does not answer, and its cache has not all of it: give a folder, model.path=DIR, "

@@ -104,12 +104,6 @@ class TokenRows:
         # Copies: what is written into the tokens, such as masks, would be in them for all later epochs.
         return self._tokens[row].copy(), self._types[row].copy(), self._classes[index]
 
-    def fingerprint(self) -> str:
-        """Sums that other rows, or the same in another order, do not have."""
-        sums = [int(np.sum(each, dtype=np.int64)) for each in (self._tokens, self._types)]
-        weighted = int((self.labels * torch.arange(1, len(self) + 1)).sum())
-        return f"{len(self)} rows, {len(self._tokens)} tokens, sums {sums} {weighted}"
-
     def collate(self, samples: Sequence[tuple[Any, Any, int]]) -> Batch:
         """int64 [n, longest, rounded up to 8]: input_ids, attention_mask, token_type_ids; label int64 [n].
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.data.libraries import optional, without_threads
-from launcher.errors import ConfigError
+from launcher.data.libraries import optional
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WITHIN = "##"  # before a piece that does not begin a word
@@ -48,7 +47,7 @@ class SentenceTokenizer:
         tokenizer.enable_truncation(max_length, strategy="longest_first")
         pieces = [list(sentences[start : start + PIECE]) for start in range(0, len(sentences), PIECE)]
         workers = len(os.sched_getaffinity(0))
-        with without_threads(), ThreadPoolExecutor(workers) as pool:  # it computes without Python's lock
+        with ThreadPoolExecutor(workers) as pool:  # it computes without Python's lock
             for encodings in pool.map(tokenizer.encode_batch, pieces):
                 for each in encodings:
                     yield each.ids, each.type_ids, bool(each.overflowing)
@@ -72,7 +71,7 @@ class SentenceTokenizer:
 def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> SentenceTokenizer:
     """WordPiece as in BERT (Devlin et al., 2019, arXiv:1810.04805), fitted to these sentences.
 
-    A pure function of them. Raises ConfigError where the vocabulary has no place for all characters.
+    A pure function of them. All characters are tokens, also where these are more than `vocab_size`.
     """
     library = optional("tokenizers")
     normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
@@ -81,11 +80,6 @@ def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> Sente
     # The trainer numbers what it meets in the order of a hash table with a random key, and settles ties by
     # these numbers. Given beforehand, the numbers are always the same.
     first = [*SPECIAL, *characters, *(WITHIN + each for each in characters)]
-    if len(first) > vocab_size:
-        raise ConfigError(
-            f"data.vocab_size={vocab_size}: the training text has {len(characters)} different characters, "
-            f"which need {len(first)} tokens. Set data.vocab_size to more."
-        )
     trained = library.Tokenizer(library.models.WordPiece(unk_token=UNKNOWN))
     trained.normalizer, trained.pre_tokenizer = normalizer, splitter
     trainer = library.trainers.WordPieceTrainer(
@@ -95,8 +89,7 @@ def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> Sente
         limit_alphabet=len(characters),
         show_progress=False,
     )
-    with without_threads():
-        trained.train_from_iterator(sentences, trainer)
+    trained.train_from_iterator(sentences, trainer)
     # Another tokenizer of this vocabulary, in which those of SPECIAL alone are special tokens.
     vocabulary = trained.get_vocab(with_added_tokens=True)
     tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token=UNKNOWN))

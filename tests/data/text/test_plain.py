@@ -116,7 +116,7 @@ def test_tokens_are_kept_and_a_changed_file_is_read_again(tmp_path):
     [
         ("short\n", r"a\.txt has only \d+ tokens in one of its parts, but data\.block_size=16 needs 17"),
         ("", "has only 0 tokens"),
-        (b"fine\nn\xe4h\n", r"a\.txt, line 2: byte 0xe4 is no UTF-8"),
+        (b"fine\nn\xe4h\n", r"a\.txt cannot be read as UTF-8: .*0xe4 in position 6"),
     ],
 )
 def test_a_text_that_cannot_be_used(tmp_path, text, message):
@@ -127,8 +127,6 @@ def test_a_text_that_cannot_be_used(tmp_path, text, message):
 def test_a_folder_without_texts(tmp_path):
     with pytest.raises(DataError, match=r"contains no texts, that is no file that ends in \.txt"):
         load_text(config_of(tmp_path))
-    with pytest.raises(ConfigError, match="is neither a file nor a folder"):
-        text_files(str(tmp_path / "absent"))
 
 
 @pytest.mark.sampled(every=2)
@@ -139,10 +137,6 @@ def test_a_folder_without_texts(tmp_path):
         ({"vocab_size": True}, r"data\.vocab_size=True: must be a whole number"),
         ({"tokenizer": "words"}, r"data\.tokenizer='words': must be one of characters, bpe"),
         ({"blocksize": 3}, r"data\.blocksize is not an option of data=text"),
-        (
-            {"tokenizer": "bpe", "vocab_size": 200},
-            r"data\.vocab_size=200: byte-pair encoding needs at least 256",
-        ),
     ],
 )
 def test_options_that_a_text_cannot_have(tmp_path, option, message):
