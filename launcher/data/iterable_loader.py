@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from launcher.errors import ConfigError, counted
 
 CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."
 REPORTED_S = 1.0  # a resume that skips for longer says so
+
+log = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,11 @@ class StreamReader(IterableDataset[FetchedBatch]):
     def _micro_batches(
         self, parts: Iterator[range], state: dict[str, Any] | None, number: int, current_pass: int
     ) -> Iterator[FetchedBatch]:
-        began = time.monotonic()
         # What set_epoch() draws is the same on all ranks.
         seed_all(derive_seed("stream begins", self.seed, current_pass, self._reader))
         if not self.divided:
             self._set_epoch(current_pass)
-        at = skipped = 0
+        at = 0
         stood = 0 if state is None else int(state["at"])
         if state is not None and "stream" in state:
             self.stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
@@ -119,7 +121,6 @@ class StreamReader(IterableDataset[FetchedBatch]):
         source = iter(self.stream)
         for part in parts:
             goal = max(at, stood) if self.divided else part.start
-            skipped = skipped or max(goal - at, 0)
             samples: list[object] = []
             while len(samples) < len(part):
                 # For each sample, not each micro-batch: ranks, processes and a resume that skips forward read
@@ -143,7 +144,7 @@ class StreamReader(IterableDataset[FetchedBatch]):
                 made = FetchedBatch.failed(f"samples {part.start} to {at - 1}", error)
             state_dict = getattr(self.stream, "state_dict", None)
             state = {"at": at, "stream": state_dict()} if callable(state_dict) else {"at": at}
-            yield replace(made, stands=InStream(number, skipped, time.monotonic() - began, state))
+            yield replace(made, stands=InStream(number, state))
 
 
 class IterableData(LoadedSet):
@@ -204,13 +205,8 @@ class IterableData(LoadedSet):
             yield len(fetched.kept), self.usable(fetched)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A micro-batch of a stream as it was read; its first sample is at `position` of so many `passes`."""
-
-    fetched: FetchedBatch
-    passes: int
-    position: int
+# A micro-batch of a stream as it was read, how many passes are complete, the position of its first sample.
+Taken = tuple[FetchedBatch, int, int]
 
 
 @dataclass(eq=False)
@@ -221,7 +217,6 @@ class IterableLoader(Batches):
     plan: BatchPlan
     transform: Transform | None
     saved: Sequence[str] = ()  # the texts of `position()` of all ranks of a run that this one resumes
-    report: Callable[[str], object] = lambda text: None
 
     def __post_init__(self) -> None:
         self._stands = self._resumed()
@@ -235,16 +230,16 @@ class IterableLoader(Batches):
         """This rank's micro-batches: of the next step, or again of the one before."""
         if step != self._latest[0]:
             self._latest = step, self._take()
-        return [self._finished(taken) for taken in self._latest[1]]
+        return [self._finished(*taken) for taken in self._latest[1]]
 
     def trial(self, step: int, most: int) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
         fetched = self.data.first(self.plan.largest_micro_batch)
-        return [] if fetched is None else [self._finished(Taken(fetched, 0, 0))]
+        return [] if fetched is None else [self._finished(fetched, 0, 0)]
 
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
-        return [list(taken.fetched.kept) for taken in self._latest[1]]
+        return [list(fetched.kept) for fetched, _, _ in self._latest[1]]
 
     def missing(self) -> int:
         """How many samples of its share this rank lacks in the latest step."""
@@ -291,12 +286,10 @@ class IterableLoader(Batches):
                 yield from self.plan.micro_positions(number)
 
         self._pool = self.data.pool(self.plan.rank, parts, self._stands)
+        began = time.monotonic()
         self._read_ahead()
-        stands = None if self._ahead is None else self._ahead.stands
-        if stands is not None and stands.seconds > REPORTED_S and stands.skipped and self._stands.step:
-            self.report(
-                f"the stream was skipped forward over {stands.skipped} samples in {stands.seconds:.0f} s"
-            )
+        if self._stands.step and (took := time.monotonic() - began) > REPORTED_S:
+            log.info("finding step %d of the stream again took %.0f s", self._stands.step, took)
 
     def _read_ahead(self) -> None:
         """Begin a pass of the pool."""
@@ -313,7 +306,7 @@ class IterableLoader(Batches):
         for part in parts:
             if self._ahead is None:
                 break
-            taken.append(Taken(self._ahead, stands.passes, part.start))
+            taken.append((self._ahead, stands.passes, part.start))
             if made := self._ahead.stands:
                 stands = replace(
                     stands,
@@ -322,14 +315,14 @@ class IterableLoader(Batches):
                 )
             self._ahead = next(self._fetched, None)
         self._stands = replace(stands, step=stands.step + 1)
-        self._missing = sum(map(len, parts)) - sum(len(each.fetched.kept) for each in taken)
+        self._missing = sum(map(len, parts)) - sum(len(fetched.kept) for fetched, _, _ in taken)
         return taken
 
-    def _finished(self, taken: Taken) -> Batch:
-        batch, device = self.data.usable(taken.fetched), self.data.how.device
+    def _finished(self, fetched: FetchedBatch, passes: int, position: int) -> Batch:
+        batch, device = self.data.usable(fetched), self.data.how.device
         if self.transform is None:
             return batch
-        seed_transform(self.plan.seed, taken.passes, taken.position, device)
+        seed_transform(self.plan.seed, passes, position, device)
         return transformed("train_transform", self.transform, batch)
 
 

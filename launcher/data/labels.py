@@ -20,13 +20,7 @@ OF_UNLABELLED = (
     "as validation."
 )
 
-VOID = 255
-OF_VOID = (
-    f"If 255 marks what is to be left out, as in many sets for segmentation, convert the labels to int64 "
-    f"(uint8 holds no {IGNORED}) and label it {IGNORED} instead, which is cross-entropy's ignore_index, with "
-    f"metrics=[Classification(classes, ignore_index={IGNORED})]. Else "
-    "correct the labels, or name all classes in Recipe.classes."
-)
+VOID = 255  # marks what is to be left out in many sets for segmentation
 
 
 @dataclass(frozen=True)
@@ -37,22 +31,15 @@ class Labels:
     num_classes: int
 
     def refuse_others(self, fetched: FetchedBatch, name: str, indices: Sequence[int] = ()) -> None:
-        """Raise DataError for another number of labels than of samples, and for a class that is not there.
+        """Raise DataError for a label of a class that is not there.
 
         On a GPU such a class would end the process with an assertion of the device. `indices` of the request
         name the sample.
         """
         labels = (fetched.batch or {}).get(self.column)
-        if labels is None:
+        if labels is None or labels.shape != (len(fetched.kept),):
             return
-        if labels.shape[:1] != (len(fetched.kept),):
-            raise DataError(
-                f"the {name}: the recipe names classes, and a batch of "
-                f"{counted(len(fetched.kept), 'sample')} has the column {self.column} of shape "
-                f"{list(labels.shape)}. It must have one row per sample: correct the recipe's collate, or "
-                "set Recipe.label_column to the right column."
-            )
-        if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        if labels.is_floating_point() or labels.is_complex():
             return
         values = labels.tolist()  # of some hundred labels in half the time of torch's aminmax
         if min(values) >= 0 and max(values) < self.num_classes:
@@ -65,7 +52,7 @@ class Labels:
 
 def no_class(found: str, label: int, num_classes: int) -> DataError:
     """The error for a label that is no class; `found` begins its text."""
-    advice = {IGNORED: OF_IGNORED, UNLABELLED: OF_UNLABELLED, VOID: OF_VOID}
+    advice = {IGNORED: OF_IGNORED, UNLABELLED: OF_UNLABELLED}
     other = "Correct the labels, or name all classes in Recipe.classes."
     return DataError(
         f"{found}, but the recipe names {counted(num_classes, 'class', 'es')}: a label must lie between 0 "

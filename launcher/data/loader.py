@@ -185,7 +185,7 @@ class LoadedSet:
         for bad in fetched.bad:
             if self.how.max_bad_samples == 0:
                 raise bad.refusal(self._name, self._advice)
-            log.warning("the %s: left out %s\n%s", self._name, bad, bad.details)
+            log.warning("the %s: left out %s\n%s", self._name, bad, bad.traceback)
         return None if fetched.batch is None else batch_to_device(fetched.batch, self.how.device)
 
     def evaluation_pool(self, key: object, make: Callable[[], WorkerPool]) -> WorkerPool:

@@ -39,15 +39,11 @@ class MapDataset(LoadedSet):
         """The answer to one request, read in this process."""
         return self._reader[request]
 
-    def usable(self, fetched: FetchedBatch, request: BatchIndices) -> Batch | None:
-        """The answer to the request, on the device. Raises DataError for what may not be left out."""
-        return self.on_device(fetched, request.indices)
-
     def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
         """At most `most` samples of the first of `evaluation_batches`, read in this process."""
         for request in self._evaluation_requests(rank, world_size, batch_size)[:1]:
             request = replace(request, indices=request.indices[:most])
-            return self.usable(self.fetch(request), request)
+            return self.on_device(self.fetch(request), request.indices)
         return None
 
     def _evaluation_requests(
@@ -67,7 +63,7 @@ class MapDataset(LoadedSet):
         requests = self._evaluation_requests(*key)
         pool = self.evaluation_pool(key, lambda: self.pool(requests))
         for request, fetched in zip(requests, pool, strict=True):
-            if (batch := self.usable(fetched, request)) is not None:
+            if (batch := self.on_device(fetched, request.indices)) is not None:
                 yield len(fetched.kept), batch
             if fetched.bad:
                 yield len(fetched.bad), None
@@ -117,7 +113,7 @@ class MapLoader(Batches):
         self._latest, self._bad = [], 0
         for request in requests:
             answer = next(answers)
-            batch = self.data.usable(answer, request)
+            batch = self.data.on_device(answer, request.indices)
             self._bad += len(answer.bad)
             if batch is not None:
                 self._latest.append((request, answer.kept))

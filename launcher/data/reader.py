@@ -6,7 +6,6 @@ wrong.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -50,21 +49,16 @@ class BadSample:
     index: int
     error: str  # "ValueError: text"
     place: str  # file:line of the user's, empty where there is none
-    details: str  # the traceback
-    traceback: str = ""  # a short one, of an exception that nobody has foreseen
+    traceback: str  # a short one, of an exception that nobody has foreseen
 
     @classmethod
     def of(cls, index: int, error: BaseException) -> BadSample:
-        details = "".join(traceback.format_exception(error))
-        return cls(index, in_words(error), user_location(error), details, unforeseen(error))
+        return cls(index, in_words(error), user_location(error), unforeseen(error))
 
     def refusal(self, name: str, advice: str) -> DataError:
         """The error for a sample that may not be left out. `name` is that of the data."""
-        error = _data_error(
-            f"the {name}: {self}{'' if self.error.endswith('.') else '.'} {advice}", self.traceback
-        )
-        error.add_note(self.details)
-        return error
+        end = "" if self.error.endswith(".") else "."
+        return _data_error(f"the {name}: {self}{end} {advice}", self.traceback)
 
     def __str__(self) -> str:
         return f"sample {self.index}{f' at {self.place}' if self.place else ''}: {self.error}"
@@ -75,8 +69,6 @@ class InStream:
     """Where a stream stands after a micro-batch, in the process that made it."""
 
     process: int
-    skipped: int  # samples before the first of this process
-    seconds: float  # since the process began
     state: dict[str, object]  # "at" and, of a stream that has state_dict(), "stream"
 
 
@@ -206,11 +198,6 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
             f"have no names. Return a dictionary, or set Recipe.collate to launcher.recipe.columns({names})."
         )
     batch = default_collate(list(samples)) if collate is None else collate(samples)
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            f"the recipe's collate returned {type(batch).__name__}. It must return a mapping of column names "
-            "to tensors, each with a row per sample."
-        )
     odd = [f"{name} ({type(each).__name__})" for name, each in batch.items() if not isinstance(each, Tensor)]
     if odd:
         raise DataError(
@@ -238,11 +225,6 @@ def columns(*names: str) -> Collate:
 
     def collate(samples: Sequence[Any]) -> Mapping[str, Tensor]:
         first = samples[0]
-        parts = len(first) if isinstance(first, tuple | list) else 1
-        if parts != len(names):
-            raise DataError(
-                f"a sample has {counted(parts, 'part')}, but columns names {len(names)}: {', '.join(names)}."
-            )
         made = default_collate(list(samples))
         return dict(zip(names, made if isinstance(first, tuple | list) else [made], strict=True))
 

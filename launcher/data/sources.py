@@ -7,7 +7,7 @@ are trained on. What a set is made of is in `tensors` and `loader`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,13 +59,8 @@ def wrap_dataset(data: object, collate: Collate | None, how: LoaderConfig, kind:
             "collate_fn as Recipe.collate: the launcher makes the loader, with data.num_workers processes, "
             "so that all ranks and every resume see the same order."
         )
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return _stream(data, collate, how, kind)
-    if not hasattr(data, "__len__"):
-        raise DataError(
-            f"the recipe's {kind} set is a {type(data).__name__}, which has no __len__. Give it one, or give "
-            "an iterable, whose length may be unknown."
-        )
     return MapDataset(data, collate, how, kind)
 
 
@@ -89,17 +84,15 @@ def training_batches(
     transform: Transform | None,
     total_steps: int,
     saved: Sequence[str] = (),
-    report: Callable[[str], object] = lambda text: None,
 ) -> Batches:
     """The batches of `plan`. `total_steps` is the length of the run: nothing is read ahead beyond it.
 
-    For a stream `saved` has the positions of all ranks of the run that is resumed; `report` gets a sentence
-    where finding it again took long.
+    For a stream `saved` has the positions of all ranks of the run that is resumed.
     """
     if isinstance(data, TensorData):
         return DeviceBatches(data, plan, transform)
     if isinstance(data, IterableData):
-        return IterableLoader(data, plan, transform, saved, report)
+        return IterableLoader(data, plan, transform, saved)
     return MapLoader(data, plan, transform, total_steps)
 
 
@@ -159,7 +152,8 @@ def batch_plan(
 ) -> BatchPlan:
     """How the training samples are divided. `lengths` are those of Recipe.lengths.
 
-    ConfigError for a stream in a run without train.max_steps, DataError for lengths that do not fit.
+    ConfigError for a stream in a run without train.max_steps, or that cannot be divided as data.share asks;
+    DataError for a stream with lengths.
     """
     if isinstance(train, IterableData):
         if lengths is not None:
@@ -172,7 +166,13 @@ def batch_plan(
                 "train.max_steps is not set, but the training set is a stream, of unknown length: "
                 "set train.max_steps=N. A stream that ends earlier is read again."
             )
-        refuse_shares_of_stream(config, env, train)
+        divided = train.self_sharding or config.data.share == "auto"
+        if env.world_size > 1 and config.data.share != "equal" and divided:
+            raise ConfigError(
+                f"data.share={config.data.share}: the training set is a stream, which is divided before "
+                "ranks are measured, and one of the `datasets` library divides itself into equal parts. Set "
+                "data.share=equal, or for another stream a list such as data.share=[0.75,0.25]."
+            )
         num_samples = config.train.max_steps * config.data.batch_size
     else:
         num_samples = len(train)
@@ -186,33 +186,6 @@ def batch_plan(
         rank=env.rank,
         seed=config.seed,
         drop_last=config.data.drop_last,
-        lengths=None if lengths is None else sample_lengths(lengths, num_samples),
+        lengths=None if lengths is None else torch.as_tensor(lengths).cpu(),
         shares=fixed_shares(config.data.share, config.data.batch_size, env.world_size),
     )
-
-
-def refuse_shares_of_stream(config: Config, env: WorkerEnv, train: IterableData) -> None:
-    """Raise ConfigError for shares that a stream cannot be divided into."""
-    if env.world_size == 1 or config.data.share == "equal":
-        return
-    if train.self_sharding:
-        raise ConfigError(
-            "data.share: the training set is a stream of the `datasets` library, which divides itself into "
-            "equal parts: a rank with a larger share would come to its end first. Set data.share=equal."
-        )
-    if config.data.share == "auto":
-        raise ConfigError(
-            "data.share=auto: the training set is a stream, which has been divided when ranks are "
-            "measured. Give the shares, data.share=[0.75,0.25] for two ranks, or data.share=equal."
-        )
-
-
-def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
-    """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
-    found = torch.as_tensor(lengths).cpu()
-    if found.shape != (num_samples,):
-        raise DataError(
-            f"Recipe.lengths has shape {list(found.shape)}: it must have one entry for each of the "
-            f"{num_samples} training samples."
-        )
-    return found

@@ -5,7 +5,7 @@ Never reads files, moves nothing between host and device within an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,7 +28,7 @@ COLUMNS = "it takes {name: tensor}, one row per sample; torch.as_tensor(x) makes
 class TensorData:
     """A set of samples in memory: named columns [num_samples, ...], one row per sample.
 
-    Raises DataError for columns that are no tensors, require grad, or differ in length. `name` is the
+    Raises DataError for columns that are no tensors or differ in length. `name` is the
     config's `data.name` for a built-in data set, None for any other.
     """
 
@@ -36,17 +36,10 @@ class TensorData:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.columns, Mapping):
-            raise DataError(f"TensorData was given a {type(self.columns).__name__}: {COLUMNS}.")
         for name, column in self.columns.items():
             if not isinstance(column, Tensor) or not column.ndim:
                 kind = "one number" if isinstance(column, Tensor) else f"a {type(column).__name__}"
                 raise DataError(f"the column {name} of TensorData is {kind}: {COLUMNS}.")
-            if column.requires_grad:
-                raise DataError(
-                    f"the column {name} of TensorData requires grad, but data is not trained. Give "
-                    "column.detach(), and compute it under torch.no_grad()."
-                )
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(

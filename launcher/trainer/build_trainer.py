@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from launcher.checkpoint.catalog import FOLDER
@@ -72,9 +71,8 @@ def build_trainer(
     # The step that comes next; 0 before the first one of a new run.
     heartbeat.beat("data", 0 if start.step == 0 else start.step + (not start.evaluation_pending))
     results.log_start(context, [peer.device for peer in peers], start)
-    say = partial(telemetry.decision, "resume")
     transform, steps = context.recipe.train_transform, context.length.total_steps
-    context.batches = training_batches(context.data.train, context.plan, transform, steps, start.stream, say)
+    context.batches = training_batches(context.data.train, context.plan, transform, steps, start.stream)
     train_step, evaluation = TrainStep(context), EvaluationLoop(context)
     if steps_left and not start.evaluation_pending:
         # What the run needs later, so that it does not fail at the end of an epoch.
