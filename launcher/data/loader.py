@@ -247,7 +247,7 @@ def loader_processes() -> Iterator[None]:
         finally:
             while _pools:
                 _pools.pop().close()
-            del config["tempdir"]
+            config.pop("tempdir", None)
 
 
 def is_of_loader_process(error: BaseException) -> bool:

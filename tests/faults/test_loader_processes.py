@@ -58,7 +58,7 @@ def test_whatever_ends_it_it_resumes_to_the_same_bits(tmp_path: Path, undisturbe
 def test_a_killed_loader_process_is_named(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *INDEXED, ranks=2, user_code=kill_a_loader_process)
     assert 7 in ended.codes, ended
-    assert "a loader process ended" in ended.log(1)
+    assert "a loader process of the training set ended" in ended.log(1)
 
 
 KILL = """
