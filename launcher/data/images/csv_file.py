@@ -11,11 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.config.messages import nearest, suggestion
 from launcher.data.images.image_index import SHOWN, SUFFIXES, File, ImageIndex, index_of_files
 from launcher.data.part_files import TRAIN, VALIDATION
 from launcher.data.tables import read_table
-from launcher.errors import ConfigError, DataError, listed
+from launcher.errors import DataError, listed
 
 IMAGES = ("images", "image", "path", "file", "filename", "image_id")  # usual names of columns, in any case
 LABELS = ("label", "labels", "class", "target")
@@ -59,12 +58,6 @@ def list_csv(
 
 def _chosen(where: str, columns: Sequence[str], image: str | None, label: str | None) -> tuple[str, str]:
     """The columns of paths and of labels."""
-    for key, name in (("image_column", image), ("label_column", label)):
-        if name is not None and name not in columns:
-            close = suggestion(nearest(name, columns))
-            raise ConfigError(
-                f"data.{key}={name}: {where} has no such column.{close} It has {listed(columns, 20)}."
-            )
     image = image or _usual(columns, IMAGES)
     label = label or _usual(columns, LABELS)
     others = [name for name in columns if name.lower() != SPLIT]
@@ -72,7 +65,7 @@ def _chosen(where: str, columns: Sequence[str], image: str | None, label: str | 
         rest = [name for name in others if name not in (image, label)]
         image = image or rest.pop(0)
         label = label or rest.pop(0)
-    if image is None or label is None or image == label:
+    if image is None or label is None or image == label or not {image, label} <= {*columns}:
         raise DataError(
             f"{where} has the columns {listed(columns, 20)}. Which has the paths of the images, which the "
             "labels? Give data.image_column=NAME data.label_column=NAME, or name them images and label. A "

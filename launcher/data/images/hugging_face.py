@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launcher.config.messages import nearest, suggestion
 from launcher.data.images.image_file import Source
 from launcher.data.images.image_index import ImageIndex, image_index
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
@@ -118,12 +117,11 @@ def _column(
     """
     kinds = [f"{name} ({getattr(each, 'dtype', type(each).__name__)})" for name, each in features.items()]
     there = listed(kinds, 2 * SHOWN)
-    if asked is not None and asked not in features:
-        close = suggestion(nearest(asked, features))
-        raise ConfigError(f"data.{what}_column={asked}: {where} has no such column.{close} It has {there}.")
     typed = [name for name, each in features.items() if isinstance(each, kind)]
     named = [name for name in usual if name in features]
-    found = [asked] if asked else typed or named if what == "image" else named[:1] or typed
+    found = typed or named if what == "image" else named[:1] or typed
+    if asked is not None:
+        found = [name for name in features if name == asked]
     if len(found) != 1:
         raise DataError(
             f"{where} has {len(found) or 'no'} columns of {what}s. Its columns: {there}. Choose one with "

@@ -4,7 +4,7 @@ import pytest
 
 from launcher.data.images.csv_file import list_csv
 from launcher.data.images.registry import load_images
-from launcher.errors import ConfigError, DataError
+from launcher.errors import DataError
 from tests.data.images.photographs import ANTS_BEES, data_config, write_classes
 
 
@@ -119,5 +119,5 @@ def test_a_csv_that_cannot_be_used(tmp_path, text, message):
 def test_what_the_config_names_has_to_be_there(tmp_path):
     with pytest.raises(DataError, match=r"no\.csv cannot be read: .*No such file"):
         list_csv(tmp_path / "no.csv", None, 0.25)
-    with pytest.raises(ConfigError, match=r"data\.image_column=imags: .* no such column\. Nearest: images"):
+    with pytest.raises(DataError, match=r"columns images, label\. Which has .* data\.image_column=NAME"):
         list_csv(written(tmp_path, "images,label"), None, 0.25, "imags")

@@ -173,14 +173,14 @@ def missing_labels(folder):
         (
             saved,
             {"image_column": "photo"},
-            ConfigError,
-            r"^data\.image_column=photo: .* has no such column\. It has",
+            DataError,
+            r"has no columns of images\. Its columns: .* data\.image_column",
         ),
         (
             saved,
             {"label_column": "kind"},
-            ConfigError,
-            r"^data\.label_column=kind: .* has no such column\. It has",
+            DataError,
+            r"has no columns of labels\. Its columns: .* data\.label_column",
         ),
         (metadata, {}, DataError, r"no columns of labels\. Its columns: image \(.*\), kind"),
         (unknown_label, {}, DataError, r"1 label\(s\) are not in the training set: z\. It knows a, b"),
