@@ -44,6 +44,7 @@ settings.load_profile("without deadline")
 # Before torch is imported, here and in the processes that tests start: OpenMP's idle threads sleep. With more
 # threads than cores, as always beside xdist, those that spin take the cores of the ones they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as the launcher sets it where it uses the package
 
 # A shell starts a background job with the first two ignored, nohup any program with the third, and every
 # process that a test starts would inherit that.

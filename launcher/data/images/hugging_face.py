@@ -93,7 +93,7 @@ def load(library: ModuleType, path: str, where: str) -> Any:
         ) from error
 
 
-def _splits(loaded: object, where: str) -> list[object]:
+def _splits(loaded: Any, where: str) -> list[Any]:
     """The split to train on and the one that is held out, or a single one to be split."""
     if not isinstance(loaded, Mapping):
         return [loaded]
