@@ -153,7 +153,7 @@ def batch_plan(
     """How the training samples are divided. `lengths` are those of Recipe.lengths.
 
     ConfigError for a stream in a run without train.max_steps, or that cannot be divided as data.share asks;
-    DataError for a stream with lengths.
+    DataError for lengths that do not fit.
     """
     if isinstance(train, IterableData):
         if lengths is not None:
@@ -186,6 +186,17 @@ def batch_plan(
         rank=env.rank,
         seed=config.seed,
         drop_last=config.data.drop_last,
-        lengths=None if lengths is None else torch.as_tensor(lengths).cpu(),
+        lengths=None if lengths is None else sample_lengths(lengths, num_samples),
         shares=fixed_shares(config.data.share, config.data.batch_size, env.world_size),
     )
+
+
+def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
+    """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
+    found = torch.as_tensor(lengths).cpu()
+    if found.shape != (num_samples,):
+        raise DataError(
+            f"Recipe.lengths has shape {list(found.shape)}: it must have one entry for each of the "
+            f"{num_samples} training samples."
+        )
+    return found

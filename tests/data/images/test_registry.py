@@ -326,7 +326,7 @@ def damaged(file):
             lambda d: write_pair(d, [{"bytes": None, "path": __file__}], [0]),
             r"row 0 .* cannot be read as an image",
         ),
-        (lambda d: write_pair(d, [], []), r"has a split without rows"),
+        (lambda d: write_pair(d, [], []), r"cannot be read: An error occurred while generating the dataset"),
     ],
 )
 def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
