@@ -91,7 +91,7 @@ def test_unknown_trackers_are_refused_with_the_nearest_names(tmp_path: Path) -> 
     with pytest.raises(
         ConfigError, match=r"tracker\.name=tensorbord: must be one of .* Nearest: tensorboard"
     ):
-        config_with("wandb", "tensorbord")
+        refuse_unknown(config_with("wandb", "tensorbord").tracker)
     (tmp_path / "mine.py").write_text("for name in ():\n    tracker(name)\n")
     config = composed("tracker.name=mine", f"recipes.path={tmp_path}/mine.py")
     with pytest.raises(ConfigError, match=r'registers with @tracker\("mine"\)'):
