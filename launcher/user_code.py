@@ -1,4 +1,5 @@
-"""Which lines of a traceback are the user's, and the traceback that a console shows.
+"""Which lines of a traceback are the user's, and the traceback that a console shows: those lines, and the one
+that raised.
 
 A line of the user's is of a recipe or a file of one's own, not of us or of a library. The rank's log has the
 whole traceback. Never imports what it judges.
@@ -11,14 +12,14 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
-from traceback import format_exception, walk_tb
+from traceback import StackSummary, TracebackException, walk_tb
 from types import CodeType
 
 from launcher.config.groups import PACKAGE, recipes_dir
 from launcher.errors import visible
 
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
-SHOWN = 15  # frames: those of a network of nested modules, and the line of the user's that calls it
+SHOWN = 5, 15  # of the outermost and of the innermost frames
 WAITS = "torch/distributed/", "launcher/recipe/rank0.py"  # files, in which a rank waits for another one
 
 
@@ -82,5 +83,23 @@ def is_of_the_user(file: str) -> bool:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The innermost frames of an error and of those that led to it."""
-    return "".join(map(visible, format_exception(error, limit=-SHOWN)))
+    """The traceback of an error and of those that led to it: the user's lines, and the line that raised.
+
+    The whole of it where no line is the user's.
+    """
+    whole = TracebackException.from_exception(error)
+    ahead: list[TracebackException | None] = [whole]
+    while ahead:
+        if (each := ahead.pop()) is not None:
+            ahead += [each.__cause__, each.__context__]
+            own = [is_of_the_user(frame.filename) for frame in each.stack]
+            last = len(own) - 1
+            frames = [
+                frame
+                for number, frame in enumerate(each.stack)
+                if own[number] or number == last or not any(own)
+            ]
+            begin, end = SHOWN
+            shown = frames if len(frames) <= begin + end else [*frames[:begin], *frames[-end:]]
+            each.stack = StackSummary.from_list(shown)
+    return "".join(map(visible, whole.format()))
