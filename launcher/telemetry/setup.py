@@ -14,8 +14,8 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.errors import StorageError
-from launcher.run_dir.atomic import clear_away, read_json
-from launcher.run_dir.records import ENVIRONMENT, TRACKERS, as_typed_config
+from launcher.run_dir.atomic import clear_away
+from launcher.run_dir.records import TRACKERS, as_typed_config
 from launcher.telemetry.console.console import Console
 from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.status import StatusFile
@@ -25,10 +25,7 @@ from launcher.telemetry.tracker.protocol import RunInfo, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.run_id import save_run_id, saved_run_id
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
-from launcher.telemetry.tracker.wandb_tracker import (
-    WandbTracker,
-    new_run_id,
-)
+from launcher.telemetry.tracker.wandb_tracker import WandbTracker, new_run_id
 
 EVERY_S = 0.1  # until the events of steps are in the files: what a killed process may lose
 
@@ -53,7 +50,6 @@ def open_telemetry(
     run_id = config.tracker.run_id or saved_run_id(run_dir, config.tracker.names) or new_run_id()
     if not config.tracker.names:
         telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
-    facts = partial(_facts, run_dir)
     for name in config.tracker.names:
         run, timeouts = _tracked_run(config, name, run_id, environ), patience or TrackerTimeouts()
         make_tracker: Callable[[], Tracker] = partial(make, name)
@@ -65,7 +61,7 @@ def open_telemetry(
                 continue
             make_tracker = partial(WandbTracker, mode == "online", telemetry.warn, timeouts)
         save_run_id(run_dir, name, run_id)
-        telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts, facts))
+        telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts))
     return telemetry
 
 
@@ -94,11 +90,3 @@ def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, s
         notes=tracker.notes,
         entity=tracker.entity,
     )
-
-
-def _facts(run_dir: Path) -> dict[str, object]:
-    """The commit, read when the run starts; never the remote, whose URL may contain a token."""
-    try:
-        return {"git": read_json(run_dir / ENVIRONMENT).get("git")}
-    except (OSError, ValueError):
-        return {}

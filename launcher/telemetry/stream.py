@@ -1,14 +1,12 @@
 """The stream of events of a run, and the rule that telemetry never stops training.
 
 Owns the order in which sinks receive an event, the thread that writes the events of steps, and the handling
-of a sink that fails. What a sink cannot write is counted; a sink that can write nothing more is dropped; each
-with one warning to the others. Knows no file format and no tracker. Receives plain numbers, no tensors.
+of a sink that fails: what it cannot write is lost, and counted, with one warning to the others. Knows no file
+format and no tracker. Receives plain numbers, no tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -24,18 +22,11 @@ Record = Mapping[str, Any]
 
 LIMIT = 10_000  # periodic events that may wait, while a disk does not answer: about 10 MB
 
-log = logging.getLogger("launcher")
-
-
-class SinkError(Exception):
-    """A sink can write nothing more."""
-
 
 class Sink(Protocol):
-    """Receives events. May raise any exception. Inherit it for the methods that a sink has no use for.
+    """Receives events. May raise any exception: the event is then lost for this sink.
 
-    The stream drops it after a SinkError, or where its reader has left; after another exception only the
-    event is lost.
+    Inherit it for the methods that a sink has no use for.
     """
 
     name: str  # as shown in warnings
@@ -136,7 +127,7 @@ class Telemetry:
         """
         with self._lock:
             self._drain()
-            for sink in list(self._sinks):
+            for sink in self._sinks:
                 self._attempt(sink, partial(sink.truncate_after, step, evaluates_again))
 
     def close(self) -> None:
@@ -151,15 +142,10 @@ class Telemetry:
                 self.warn(f"{name} could not be written {count:,} times: it is not complete.")
         while self._sinks:
             self.flush()
-            sink = self._sinks[-1]
-            try:
-                # Not under the lock: a tracker's thread may need it for a warning while `close` waits.
-                sink.close()
-            except Exception as error:
-                with self._lock:
-                    self._drop(sink, error)
+            # Not under the lock: a tracker's thread may need it for a warning while `close` waits.
+            self._attempt(self._sinks[-1], self._sinks[-1].close)
             with self._lock:
-                self._remove(sink)
+                self._sinks.pop()
 
     def __enter__(self) -> Telemetry:
         return self
@@ -186,40 +172,21 @@ class Telemetry:
             self._draining = False
         position, self._position = self._position, None
         if position is not None:
-            for sink in list(self._sinks):
+            for sink in self._sinks:
                 self._attempt(sink, partial(sink.on_step, *position))
 
     def _hand_out(self, event: Event) -> None:
-        for sink in list(self._sinks):
+        for sink in self._sinks:
             self._attempt(sink, partial(sink.write, event), event)
 
     def _attempt(self, sink: Sink, action: Callable[[], None], event: Event | None = None) -> None:
         """Call a method of a sink; with an `event`, it writes it. A sink never ends the training."""
         try:
             action()
-        except (SinkError, BrokenPipeError) as error:
-            self._drop(sink, error)
         except Exception as error:  # a full disk, or an event that the sink cannot represent
             self._failures[sink.name] += 1
             if self._failures[sink.name] == 1:
                 what = f" (event {event.kind} of step {event.step})" if event else ""
-                text = (
+                self.warn(
                     f"{sink.name} cannot be written{what}: {described(error)}. Further failures are counted."
                 )
-                self.warn(text)
-                if all(each.name in self._failures for each in self._sinks):
-                    log.warning(text)
-
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        if sink not in self._sinks:
-            return  # already dropped by a warning that this failure caused
-        self._remove(sink)
-        with contextlib.suppress(Exception):
-            sink.close()
-        text = f"{sink.name} is given up: {described(error)}. The run continues without it."
-        self.warn(text)
-        if not self._sinks:
-            log.warning(text)
-
-    def _remove(self, sink: Sink) -> None:
-        self._sinks = [other for other in self._sinks if other is not sink]

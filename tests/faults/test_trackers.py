@@ -66,8 +66,7 @@ def test_all_trackers_at_once_good_and_bad_leave_the_bits_as_they_are(
     assert losses(ended) == losses(undisturbed)
     line = own.read_text().splitlines().index('        raise OSError("disk full")') + 1
     assert ended.warnings == [
-        f"raising is given up: TrackerError: OSError: disk full (at {own}:{line}, in log). The run continues "
-        "without it."
+        f"raising is given up: OSError: disk full (at {own}:{line}, in log). The run continues without it."
     ]
     assert ended.log(0).count("OSError: disk full\n") == 1, "its traceback"
 

@@ -7,7 +7,6 @@ import torch
 
 from launcher.recipe import load_recipe
 from launcher.recipe.contract import Used
-from launcher.telemetry.tracker.sink import used_config
 from tests.configs import composed
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import stop_after
@@ -42,5 +41,3 @@ def test_what_a_recipe_has_looked_up_keeps_its_name() -> None:
     used = Used.of(config, recipe, recipe.build_model())
     assert used == Used("resnet18", "digits")
     assert recipe.train.to(torch.device("cpu")).name == "digits"
-    shape = {"model": {"name": "resnet18", "stem": "auto"}, "data": {"name": "digits"}}
-    assert used_config(shape, {"event": "start", "model": used.model, "data": used.data}) == shape

@@ -20,7 +20,7 @@ class RunInfo:
     name: str
     run_id: str  # kept when the run resumes
     project: str
-    config: Mapping[str, Any]  # nested, as config.yaml has it, and the commit under "git"
+    config: Mapping[str, Any]  # nested, as config.yaml has it
     group: str | None = None
     tags: tuple[str, ...] = ()
     notes: str | None = None

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.telemetry import Telemetry
 from launcher.telemetry.tracker import RunInfo, Text
-from launcher.telemetry.tracker.sink import TrackerError, TrackerSink, TrackerTimeouts
+from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
 from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
 
@@ -23,12 +23,11 @@ class Recording:
         self.rows: list[tuple[int, dict]] = []
         self.media_names: list[str] = []
         self.texts: list[str] = []
-        self.config: dict = {}
         self.threads: set[str] = set()
         self.exit_code = None
 
     def start(self, run):
-        self.config = dict(run.config)
+        pass
 
     def log(self, step, values):
         time.sleep(self.seconds)
@@ -43,18 +42,18 @@ class Recording:
         self.exit_code = exit_code
 
 
-def tracked(tmp_path: Path, tracker: object, **options):
+def tracked(tmp_path: Path, tracker: object):
     """A telemetry with the tracker and a sink that keeps what the run sees."""
     kept = Kept()
     telemetry = Telemetry([kept])
     run = RunInfo(tmp_path / "trackers", "name", "id", "project", {"seed": 0})
-    telemetry.add(TrackerSink("slow", lambda: tracker, run, telemetry.warn, **options))
+    telemetry.add(TrackerSink("slow", lambda: tracker, run, telemetry.warn))
     return telemetry, kept
 
 
 def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: Path) -> None:
     tracker = Recording()
-    telemetry, kept = tracked(tmp_path, tracker, facts=lambda: {"git": {"commit": "c0ffee"}})
+    telemetry, kept = tracked(tmp_path, tracker)
     telemetry.emit(made("step", 0, loss=9.0))
     telemetry.emit(made("start", 0))
     for step in range(1, 6):
@@ -67,31 +66,24 @@ def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: P
     ]
     assert tracker.media_names == ["eval/classification_report"]
     assert tracker.texts == ["class caf\\udce9"], "bytes that are not UTF-8 are escaped"
-    assert tracker.config == {"seed": 0, "git": {"commit": "c0ffee"}}
     assert tracker.exit_code == 5
     assert tracker.threads == {"slow-tracker"}
     assert kept.texts() == []
 
 
-def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_path: Path) -> None:
+def test_a_tracker_that_sleeps_delays_nothing_and_gets_every_row(tmp_path: Path) -> None:
     tracker = Recording(seconds=0.05)
-    telemetry, kept = tracked(tmp_path, tracker, queue_rows=10)
+    telemetry, kept = tracked(tmp_path, tracker)
     telemetry.emit(made("start", 0))
     began = time.monotonic()
-    for step in range(1, 201):
+    for step in range(1, 41):
         telemetry.emit(made("step", step, loss=1.0))
-        if step % 50 == 0:
-            telemetry.emit(made("eval", step, accuracy=0.5))
-    assert time.monotonic() - began < 8, "200 rows of 50 ms each would take 10 s"
-    telemetry.emit(made("end", 200, state="done", exit=0))
+    assert time.monotonic() - began < 1.5, "40 rows of 50 ms each would take 2 s"
+    telemetry.emit(made("end", 40, state="done", exit=0))
     telemetry.close()
-    logged = [step for step, values in tracker.rows if "train/loss" in values]
-    assert [step for step, values in tracker.rows if "eval/accuracy" in values] == [50, 100, 150, 200]
+    assert [step for step, _ in tracker.rows] == [*range(1, 41)]
     assert tracker.exit_code == 0
-    first, last = kept.texts()
-    assert "slow gets more rows than it can log: 10 rows wait" in first
-    assert f"{200 - len(logged)} rows were left out" in last
-    assert len([record for record in kept.records if record["event"] == "step"]) == 200
+    assert kept.texts() == []
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("no key")], ids=["error", "exit"])
@@ -113,16 +105,17 @@ def test_a_tracker_that_raises_is_given_up_with_one_warning(
         time.sleep(0.01)
     telemetry.close()
     said = f"{type(error).__name__}: {error} (at {__file__}:{fail.__code__.co_firstlineno + 1}, in fail)"
-    assert kept.texts() == [f"slow is given up: TrackerError: {said}. The run continues without it."]
+    assert kept.texts() == [f"slow is given up: {said}. The run continues without it."]
 
 
 def test_a_tracker_that_never_returns_costs_a_bounded_wait(tmp_path: Path) -> None:
     tracker, done = Recording(), threading.Event()
     tracker.finish = lambda exit_code: done.wait(30)  # type: ignore[method-assign]
     run = RunInfo(tmp_path, "name", "id", "project", {})
-    sink = TrackerSink("stuck", lambda: tracker, run, print, TrackerTimeouts(0.0, -4.9))
+    warnings: list[str] = []
+    sink = TrackerSink("stuck", lambda: tracker, run, warnings.append, TrackerTimeouts(0.0, -4.9))
     sink.write(made("start", 0))
-    with pytest.raises(TrackerError, match=r"did not finish within 0\.1 s"):
-        sink.close()
+    sink.close()
+    assert warnings == ["stuck is given up: it did not finish within 0.1 s. The run continues without it."]
     done.set()
     sink._thread.join(5)

@@ -74,7 +74,6 @@ def test_all_variables_reach_the_run(tmp_path: Path) -> None:
     assert f"wandb sync {tmp_path}/elsewhere/wandb/offline-run-*" in out
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert config["tracker"]["project"] == "my project"
-    assert config["git"]["commit"] == commit
     for file in tmp_path.rglob("*"):
         if file.is_file() and file != tmp_path / ".git" / "config":
             assert CANARY.encode() not in file.read_bytes()
