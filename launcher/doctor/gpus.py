@@ -16,8 +16,8 @@ from typing import Any
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
 from launcher.errors import counted
 from launcher.os.cuda_driver import ask_driver, dotted, refuse_missing_kernels, refuse_unusable_driver
-from launcher.telemetry.gpu.devices import Gpu, gpus_of
-from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
+from launcher.telemetry.gpu.devices import Gpu, visible_gpus
+from launcher.telemetry.gpu.readings import NvmlReader
 
 GB = 1e9
 IN_USE = 0.05  # of a card's memory: a desktop takes less
@@ -69,18 +69,12 @@ def states() -> Iterator[Finding]:
         return
     with suppress(pynvml.NVMLError):
         yield Finding("driver", str(pynvml.nvmlSystemGetDriverVersion()))
-    for gpu in gpus_of(pynvml, [], os.environ):
-        try:
-            yield from state(pynvml, gpu)
-        except GpuLostError as error:
-            yield judged(f"GPU {gpu.index}", str(error), "It must be reset or replaced: see dmesg.", FAILURE)
+    for gpu in visible_gpus(pynvml):
+        yield from state(pynvml, gpu)
 
 
 def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
-    """Name, memory, other processes and memory errors of one GPU.
-
-    Raises GpuLostError.
-    """
+    """Name, memory, other processes and memory errors of one GPU."""
     reader, label = NvmlReader(nvml, gpu.handle), f"GPU {gpu.index}"
     ask = partial(_ask, nvml, gpu)
     memory, processes = ask("MemoryInfo"), ask("ComputeRunningProcesses") or []

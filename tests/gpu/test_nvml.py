@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 import torch
 
-from launcher.telemetry.gpu import GpuSampler, RankDevice
+from launcher.telemetry.gpu import GpuSampler
 from launcher.telemetry.stream import Telemetry
 from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
@@ -19,8 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 def test_the_gpu_of_a_rank_is_measured_while_it_works(gpu: torch.device) -> None:
     kept = Kept("kept")
     telemetry = Telemetry([kept])
-    rank = RankDevice(0, str(torch.cuda.get_device_properties(gpu).uuid), os.getpid())
-    sampler = GpuSampler(telemetry, [rank], required=True, window_s=0.5, sample_s=0.1)
+    uuid = str(torch.cuda.get_device_properties(gpu).uuid)
+    sampler = GpuSampler(telemetry, [uuid], window_s=0.5, sample_s=0.1)
     telemetry.add(sampler)
     a = torch.randn(4096, 4096, device=gpu, dtype=torch.float16)
     began = time.monotonic()

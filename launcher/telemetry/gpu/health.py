@@ -1,8 +1,8 @@
-"""What is wrong with a GPU: throttled, memory errors, gone. Each is a warning once a run."""
+"""What is wrong with a GPU: throttled, memory errors. Each is a warning once a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from launcher.errors import counted
 from launcher.telemetry.events import GpuNumbers
@@ -21,36 +21,24 @@ class GpuHealth:
         self._throttled: set[str] = set()  # UUIDs
         self._ecc: dict[str, float] = {}  # errors that were reported, by UUID
 
-    def after(self, windows: Sequence[tuple[Gpu, GpuNumbers]], seconds: float) -> None:
-        """Check a window: `windows` has each GPU with its numbers."""
-        for gpu, numbers in windows:
-            self._after_ecc(gpu, numbers.ecc_errors)
-            slowed = {reason: (numbers.throttled_s or {}).get(reason, 0.0) for reason in FAULTS}
-            worst = max(slowed, key=slowed.__getitem__)
-            if slowed[worst] > LEAST_SHARE * seconds and gpu.uuid not in self._throttled:
-                self._throttled.add(gpu.uuid)
-                self._warn(
-                    f"{name(gpu)} lowers its clocks ({worst}, {slowed[worst]:.1f} of {seconds:.1f} s). Check "
-                    "its cooling and power supply: it slows down all ranks."
-                )
+    def after(self, gpu: Gpu, numbers: GpuNumbers, seconds: float) -> None:
+        """Check the numbers of a window of so many seconds."""
+        self._after_ecc(gpu, numbers.ecc_errors)
+        slowed = {reason: (numbers.throttled_s or {}).get(reason, 0.0) for reason in FAULTS}
+        worst = max(slowed, key=slowed.__getitem__)
+        if slowed[worst] > LEAST_SHARE * seconds and gpu.uuid not in self._throttled:
+            self._throttled.add(gpu.uuid)
+            self._warn(
+                f"{gpu} lowers its clocks ({worst}, {slowed[worst]:.1f} of {seconds:.1f} s). Check its "
+                "cooling and power supply: it slows down all ranks."
+            )
 
     def _after_ecc(self, gpu: Gpu, count: float | None) -> None:
         """Report errors that the GPU has had before, and those that are new."""
         if count is not None and count > self._ecc.get(gpu.uuid, 0.0):
             self._ecc[gpu.uuid] = count
             self._warn(
-                f"{name(gpu)} has {counted(round(count), 'uncorrected ECC error')} since the driver was "
+                f"{gpu} has {counted(round(count), 'uncorrected ECC error')} since the driver was "
                 "loaded: values in its memory may be wrong. nvidia-smi -q -d ECC has details; reset or "
                 "replace it."
             )
-
-    def lost(self, gpu: Gpu, error: Exception) -> None:
-        self._warn(
-            f"{name(gpu)} no longer answers NVML ({error}): it is not measured any more. "
-            "The kernel's log (dmesg, Xid) has the cause; if training stops too, reset or replace it."
-        )
-
-
-def name(gpu: Gpu) -> str:
-    ranks = f", rank {', '.join(str(rank.number) for rank in gpu.ranks)}" if gpu.ranks else ""
-    return f"GPU {gpu.index} ({gpu.uuid}{ranks})"

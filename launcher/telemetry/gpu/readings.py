@@ -1,12 +1,13 @@
 """What NVML says about one GPU, and what several readings between two log lines come to.
 
-Owns NVML's calls, with names and units. Each may be unsupported, by the GPU or by this version of NVML: its
-value is then absent. Raises `GpuLostError` for a GPU that no longer answers.
+Owns NVML's calls, with names and units. Each may be unsupported, by the GPU or by this version of NVML, and a
+GPU that has fallen off the bus answers none: its value is then absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from statistics import fmean
 from types import ModuleType
@@ -16,7 +17,6 @@ from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.devices import Gpu
 
 Values = dict[str, float]
-GONE = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 # Why clocks are lowered, with NVML's counter of ns: NVML_FI_DEV_CLOCKS_EVENT_REASON_<field>.
 THROTTLED = {
     "sw_power_cap": "SW_POWER_CAP",
@@ -32,10 +32,6 @@ OVER_TIME: dict[str, Callable[[list[float]], float]] = {
     "power_w": fmean,
     "temperature_c": max,
 }
-
-
-class GpuLostError(Exception):
-    """The GPU has fallen off the bus, or must be reset."""
 
 
 class NvmlReader:
@@ -78,21 +74,16 @@ class NvmlReader:
         return float(answer.value.ullVal) * 1e-9
 
     def _known(self, calls: Mapping[str, Callable[[], float]]) -> Values:
-        """The answers that there are. Raises GpuLostError."""
+        """The answers that there are."""
         found: Values = {}
         for name, call in calls.items():
-            try:
+            with suppress(AttributeError, self._nvml.NVMLError):  # this version of NVML lacks the call
                 found[name] = call()
-            except AttributeError:
-                continue  # this version of NVML lacks the call or a constant
-            except self._nvml.NVMLError as error:
-                if type(error).__name__ in GONE:
-                    raise GpuLostError(str(error)) from error
         return found
 
 
 class GpuWindow:
-    """One GPU between two log lines, while it answers. Every method raises GpuLostError."""
+    """One GPU between two log lines."""
 
     def __init__(self, nvml: ModuleType, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -100,9 +91,8 @@ class GpuWindow:
         self._readings: list[Values] = []
         self._counters = self._reader.counters()  # at its beginning
 
-    def sample(self) -> bool:
+    def sample(self) -> None:
         self._readings.append(self._reader.momentary())
-        return True
 
     def close(self, seconds: float) -> GpuNumbers:
         """The numbers of the window, which ends here after so many seconds; the next one begins."""

@@ -1,29 +1,27 @@
 """Measures the GPUs of the first node in a thread of its own, and emits one `gpu` event per logging interval.
 
 Owns the thread, the alignment of windows to logged steps, and the energy of the run. The training thread only
-appends a step number. Quiet where there is no driver; never raises into the run.
+appends a step number. Never raises into the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.event_log import recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent
-from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
-from launcher.telemetry.gpu.health import GpuHealth, name
-from launcher.telemetry.gpu.readings import GpuLostError, GpuWindow
+from launcher.telemetry.gpu.devices import gpus_of
+from launcher.telemetry.gpu.health import GpuHealth
+from launcher.telemetry.gpu.readings import GpuWindow
 from launcher.telemetry.stream import Sink, Telemetry
 
 if TYPE_CHECKING:
@@ -39,33 +37,25 @@ OVER_GPUS: dict[str, Callable[[list[float]], float]] = {
     "temperature_c": max,
     "utilisation_percent": lambda values: sum(values) / len(values),
 }
-Answer = TypeVar("Answer")
-NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "NoGpuFoundError")  # quiet, if auto
 PATIENCE_S = 2.0  # for the thread's end: a driver may hang, and the run must not
 
 
-class NoGpuFoundError(Exception):
-    """NVML does not show what CUDA shows, as in some containers."""
-
-
 class GpuSampler(Sink):
-    """A sink: `step` events end windows. `ranks` are all of the job; those of other nodes are ignored."""
+    """A sink: `step` events end windows. `uuids` are those of all ranks of the job, as in `gpus_of`."""
 
     name = "NVML"
 
     def __init__(
         self,
         telemetry: Telemetry,
-        ranks: Sequence[RankDevice],
+        uuids: Sequence[str | None],
         *,
-        required: bool = False,
         energy_before_j: float = 0.0,
         sample_s: float = SAMPLE_S,
         window_s: float = WINDOW_S,
     ) -> None:
         self._telemetry = telemetry
-        self._ranks = ranks
-        self._required = required
+        self._uuids = uuids
         self._before_j = energy_before_j
         self._sample_s = sample_s
         self._window_s = window_s
@@ -105,40 +95,30 @@ class GpuSampler(Sink):
             with _library() as nvml:
                 self._sample(nvml)
         except Exception as error:  # a measurement never ends the training
-            if self._required or type(error).__name__ not in NO_DRIVER:
-                self._telemetry.warn(
-                    f"NVML cannot be used, so the GPUs are not measured: {type(error).__name__}: {error}. "
-                    "telemetry.gpu_stats=false leaves it out."
-                )
+            self._telemetry.warn(
+                f"NVML cannot be used, so the GPUs are not measured: {type(error).__name__}: {error}. "
+                "telemetry.gpu_stats=false leaves it out."
+            )
 
     def _sample(self, nvml: ModuleType) -> None:
-        gpus = gpus_of(nvml, self._ranks, os.environ)
+        gpus = gpus_of(nvml, self._uuids)
         if not gpus:
-            raise NoGpuFoundError("it shows none of the GPUs of this run")
-        windows = [window for gpu in gpus if (window := self._asked(gpu, partial(GpuWindow, nvml, gpu)))]
-        self._telemetry.decision(
-            "gpu", f"measured through NVML: {', '.join(name(each.gpu) for each in windows)}"
-        )
+            raise RuntimeError("it shows none of the GPUs of this run")  # as in some containers
+        windows = [GpuWindow(nvml, gpu) for gpu in gpus]
+        self._telemetry.decision("gpu", f"measured through NVML: {', '.join(map(str, gpus))}")
         began_s = time.monotonic()
-        while windows and not self._ending:
+        while not self._ending:
             self._wake.wait(self._sample_s)
             self._wake.clear()
-            windows = [window for window in windows if self._asked(window.gpu, window.sample)]
+            for window in windows:
+                window.sample()
             if self._marks and time.monotonic() - began_s >= self._window_s:
-                began_s, windows = self._close(windows, began_s)
+                began_s = self._close(windows, began_s)
         if self._marks:
             self._close(windows, began_s)
 
-    def _asked(self, gpu: Gpu, ask: Callable[[], Answer]) -> Answer | None:
-        """What the GPU answers; None after a warning if it is lost."""
-        try:
-            return ask()
-        except GpuLostError as error:
-            self._health.lost(gpu, error)
-            return None
-
-    def _close(self, windows: list[GpuWindow], began_s: float) -> tuple[float, list[GpuWindow]]:
-        """End the window at the latest mark: emit it and begin the next one."""
+    def _close(self, windows: Sequence[GpuWindow], began_s: float) -> float:
+        """End the window at the latest mark and emit it. Returns when the next one begins."""
         step, samples = 0, 0.0
         for _ in range(len(self._marks)):  # more may be appended meanwhile
             step, more = self._marks.popleft()
@@ -146,31 +126,26 @@ class GpuSampler(Sink):
         now_s = time.monotonic()
         self._due_s = now_s + self._window_s
         seconds = now_s - began_s
-        found = [
-            (window, numbers)
-            for window in windows
-            if (numbers := self._asked(window.gpu, partial(window.close, seconds)))
-        ]
-        if found:
-            self._emit(step, samples, seconds, found)
-            self._health.after([(window.gpu, each) for window, each in found], seconds)
-        return now_s, [window for window, _ in found]
+        numbers = [window.close(seconds) for window in windows]
+        # The share of the ranks that these GPUs serve; all, if the ranks use no GPU.
+        share = sum(len(window.gpu.ranks) for window in windows) / len(self._uuids) or 1.0
+        self._emit(step, samples * share, seconds, numbers)
+        for window, each in zip(windows, numbers, strict=True):
+            self._health.after(window.gpu, each, seconds)
+        return now_s
 
-    def _emit(
-        self, step: int, samples: float, seconds: float, found: list[tuple[GpuWindow, GpuNumbers]]
-    ) -> None:
+    def _emit(self, step: int, samples: float, seconds: float, gpus: Sequence[GpuNumbers]) -> None:
+        """Emit the event of a window; `samples` are those that were trained on these GPUs."""
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
-            if values := [value for _, numbers in found if (value := getattr(numbers, key)) is not None]:
+            if values := [value for numbers in gpus if (value := getattr(numbers, key)) is not None]:
                 total[key] = over_gpus(values)
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
-            # The share of the ranks that these GPUs serve; all, if the ranks use no GPU.
-            share = sum(len(window.gpu.ranks) for window, _ in found) / len(self._ranks) or 1.0
-            if own_samples := samples * share:
-                total["joules_per_sample"] = total["energy_j"] / own_samples
-        self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))
+            if samples:
+                total["joules_per_sample"] = total["energy_j"] / samples
+        self._telemetry.emit(GpuEvent(step, **total, gpus=gpus))
 
 
 @contextlib.contextmanager
@@ -205,7 +180,6 @@ def measure_gpus(
     before_j = 0.0
     with contextlib.suppress(OSError):
         before_j = energy_before_j(Path(config.run.dir) / METRICS)
-    ranks = [RankDevice(number, peer.gpu) for number, peer in enumerate(peers)]
-    sampler = GpuSampler(telemetry, ranks, required=nvml is True, energy_before_j=before_j)
+    sampler = GpuSampler(telemetry, [peer.gpu for peer in peers], energy_before_j=before_j)
     telemetry.add(sampler)
     return sampler

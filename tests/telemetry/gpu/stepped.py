@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from launcher.telemetry.events import Event, record_of
-from launcher.telemetry.gpu import GpuSampler, RankDevice
+from launcher.telemetry.gpu import GpuSampler
 from launcher.telemetry.gpu import sampler as sampler_module
 from launcher.telemetry.stream import Sink, Telemetry
 from tests.telemetry.made import made
@@ -84,7 +84,6 @@ def sampled(
     steps: int = 30,
     at: int | None = None,
     then: str = "",
-    required: bool = False,
     without: Sequence[str] = (),
 ) -> tuple[list[Mapping[str, Any]], float | None]:
     """The events of a training of `steps` steps of 10 ms and 4 samples, and the joules of the run.
@@ -121,10 +120,7 @@ def sampled(
     sampler_module.PATIENCE_S = LIMIT_S
     kept = Kept()
     telemetry = Telemetry([kept])
-    ranks = [RankDevice(number, uuid) for number, uuid in enumerate(uuids)]
-    sampler = GpuSampler(
-        telemetry, ranks, required=required, energy_before_j=1000.0, sample_s=0.01, window_s=0.06
-    )
+    sampler = GpuSampler(telemetry, uuids, energy_before_j=1000.0, sample_s=0.01, window_s=0.06)
     telemetry.add(sampler)
     for step in range(1, steps + 1):
         clock.advance(0.01)

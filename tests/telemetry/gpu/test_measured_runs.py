@@ -22,7 +22,7 @@ def launched(folder: Path, library: Path, *words: str) -> Path:
         [sys.executable, "-m", "launcher", *WORDS, "run.dir=run", "launch.nproc=2", *words],
         cwd=folder,
         env=os.environ
-        | {"PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library), "CUDA_VISIBLE_DEVICES": "1,0"},
+        | {"PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library), "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -42,7 +42,7 @@ def test_a_run_reports_its_energy_and_adds_that_of_a_resumed_one(library: Path, 
     )
     first = [event for event in read_events(run / "metrics.jsonl") if event["event"] == "gpu"]
     assert first[-1]["step"] == 13
-    assert [gpu["index"] for gpu in first[-1]["gpus"]] == [1, 0]
+    assert [gpu["index"] for gpu in first[-1]["gpus"]] == [0, 1]
     before_j = first[-1]["run_energy_j"]
     measured = weights(run)
     assert json.loads((run / "result.json").read_text())["energy_kwh"] == pytest.approx(before_j / 3.6e6)

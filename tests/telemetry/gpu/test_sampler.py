@@ -74,15 +74,15 @@ def test_ranks_on_other_nodes_share_the_samples_and_not_the_gpus(sample) -> None
 @pytest.mark.parametrize(
     ("visible", "uuids", "indices"),
     [
-        ("1,0", (None,), [1, 0]),
-        pytest.param("1", (None, None), [1], marks=pytest.mark.slow),
-        ("GPU-bbbb,0", (None,), [1, 0]),
-        pytest.param("0,7,1", (None,), [0], marks=pytest.mark.slow),
+        ("1", (None, None), [1]),
+        pytest.param(SECOND, (None,), [1], marks=pytest.mark.slow),
         pytest.param(None, (None,), [0, 1], marks=pytest.mark.slow),
         ("1,0", (SECOND.removeprefix("GPU-"), FIRST.removeprefix("GPU-")), [1, 0]),
     ],
 )
-def test_gpus_are_those_that_cuda_shows_in_its_order(sample, visible, uuids, indices) -> None:
+def test_gpus_are_those_of_the_ranks_in_their_order_or_those_that_are_visible(
+    sample, visible, uuids, indices
+) -> None:
     found = sample(visible=visible, uuids=uuids, steps=8)
     assert [gpu["index"] for gpu in found.gpu[-1]["gpus"]] == indices
     assert [gpu["uuid"] for gpu in found.gpu[-1]["gpus"]] == [(FIRST, SECOND)[index] for index in indices]
@@ -123,12 +123,11 @@ def test_uncorrected_errors_of_the_memory_are_reported(sample) -> None:
     assert "has 3 uncorrected ECC errors since the driver was loaded" in during
 
 
-def test_a_gpu_that_vanishes_is_left_out_from_then_on(sample) -> None:
+def test_of_a_gpu_that_vanishes_nothing_is_known_from_then_on(sample) -> None:
     found = sample(at=15, then="lost1")
-    assert len(found.warnings) == 1
-    assert f"GPU 1 ({SECOND}, rank 1) no longer answers NVML (GPU is lost)" in found.warnings[0]
-    assert len(found.gpu[0]["gpus"]) == 2
-    assert [gpu["index"] for gpu in found.gpu[-1]["gpus"]] == [0]
+    assert found.gpu[0]["gpus"][1].keys() > {"index", "uuid"}
+    assert found.gpu[-1]["gpus"][1] == {"index": 1, "uuid": SECOND}
+    assert found.gpu[-1]["gpus"][0]["power_w"] == 100
     assert found.gpu[-1]["step"] == 30
 
 
@@ -140,8 +139,8 @@ def test_a_gpu_that_vanishes_is_left_out_from_then_on(sample) -> None:
         pytest.param({"uuids": ("GPU-ffff",)}, marks=pytest.mark.slow),
     ],
 )
-def test_without_a_driver_nothing_is_said_unless_it_was_asked_for(sample, plan) -> None:
+def test_without_a_driver_a_warning_says_that_nothing_is_measured(sample, plan) -> None:
     found = sample(**plan, steps=3)
-    assert (found.gpu, found.warnings, found.decisions, found.joules) == ([], [], [], None)
-    (warning,) = sample(**plan, steps=3, required=True).warnings
+    assert (found.gpu, found.decisions, found.joules) == ([], [], None)
+    (warning,) = found.warnings
     assert "NVML cannot be used, so the GPUs are not measured" in warning
