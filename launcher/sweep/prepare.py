@@ -96,7 +96,8 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
 def _writing(directory: Path) -> AbstractContextManager[None]:
     problem = f"the sweep's files cannot be written to {directory}"
     return failing_as_storage_error(
-        problem, f"Choose a writable place with {DIRECTORY}=DIR, or make room there."
+        problem,
+        f"Choose a writable place with {DIRECTORY}=DIR, or make room there and give the same command again.",
     )
 
 

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from launcher import errors
-from launcher.config.messages import directory_override
 from launcher.config.schema import SweepConfig
-from launcher.errors import (
-    DIVERGED,
-    TO_RESUME,
-    ConfigError,
-    PreemptedError,
-    StorageError,
-    counted,
-)
+from launcher.errors import DIVERGED, ConfigError, PreemptedError, counted
 from launcher.os.signals import SAVING, StopSignal
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
-from launcher.run_dir.records import SWEEP
 from launcher.sweep.asha import Pruner
-from launcher.sweep.launchers import JobEvent, JobLauncher, NoAnswerError
+from launcher.sweep.launchers import JobEvent, JobLauncher
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.search import Searching
 from launcher.sweep.state import OVER, JobState, SweepJob, SweepState, count_time, take_result
@@ -61,11 +51,10 @@ class Scheduler:
         self._running: dict[int, SweepJob] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
-        self._cannot_write = self._has_no_answer = False  # sweep.json, the launcher: each is said once
         self._began_s, self._before_s = time.monotonic(), record.seconds
 
     def run(self) -> None:
-        """Returns when no job runs any more, and none may start."""
+        """Returns when no job runs any more, and none may start. Raises OSError."""
         while True:
             self._obey_signals()
             while not self.reason and (job := self._startable()) is not None:
@@ -73,11 +62,9 @@ class Scheduler:
             if self._changed or self._seconds() - self._record.seconds > WRITE_EVERY_S:
                 self._write()
             if not self._running and (self.reason or self._next() is None):
-                self._write_last()
-                if self.reason or self._next() is None:
-                    return
+                return
             # All are taken before any job is stopped: the launcher has forgotten those that have ended.
-            changed = [self._take(change) for change in self._poll()]
+            changed = [self._take(change) for change in self._launcher.poll(POLL_S)]
             failed = next((job for job in changed if self._is_failure(job)), None)
             if failed is not None and self._settings.on_failure == "stop" and not self.reason:
                 self._stop(f"job {failed.number + 1} failed (sweep.on_failure=stop)")
@@ -101,13 +88,7 @@ class Scheduler:
         waiting = next((job for job in jobs if job.state == JobState.WAITING), None)
         if waiting is not None or self._search is None:
             return waiting
-        try:
-            return self._search.next()
-        except OSError as error:
-            if not self._running:
-                raise self._storage_error(error) from error
-            self._write_later(error)
-            return None
+        return self._search.next()
 
     def _startable(self) -> SweepJob | None:
         """The next job, where the limits allow one and the launcher has room."""
@@ -131,20 +112,6 @@ class Scheduler:
         self._launcher.submit(job, self._directory / job.name)
         if job.handle is not None:  # this process may be killed at any moment, and the job would go on
             self._write()
-
-    def _poll(self) -> Sequence[JobEvent]:
-        """What has changed. A launcher that does not answer is asked again until the user stops the sweep."""
-        try:
-            changes = self._launcher.poll(POLL_S)
-        except NoAnswerError as error:
-            if self.asked_at_once:
-                raise
-            if not self._has_no_answer:
-                self._progress.say(f"sweep: {error} It is asked again until it answers.", error=True)
-            self._has_no_answer = True
-            return ()
-        self._has_no_answer = False
-        return changes
 
     def _take(self, change: JobEvent) -> SweepJob:
         job, self._changed = self._running[change.number], True
@@ -196,34 +163,9 @@ class Scheduler:
             self._launcher.stop(job)
 
     def _write(self) -> None:
-        """Write sweep.json; where that fails, as on a full disk, it is tried again with each look."""
         self._record.seconds = self._seconds()
-        try:
-            self._record.write(self._directory)
-            self._changed = self._cannot_write = False
-        except OSError as error:
-            self._write_later(error)
-
-    def _write_later(self, error: OSError) -> None:
-        if not self._cannot_write:
-            text = f"sweep: {SWEEP} cannot be written, and is tried again: {error.strerror or error}"
-            self._progress.say(text, error=True)
-        self._cannot_write = self._changed = True
-
-    def _write_last(self) -> None:
-        """Raise StorageError if sweep.json lacks how the jobs ended."""
-        if self._changed:
-            try:
-                self._record.write(self._directory)
-            except OSError as error:
-                raise self._storage_error(error) from error
-
-    def _storage_error(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"{self._directory / SWEEP} cannot be written: {error.strerror}. No job runs any more, and what "
-            "they have done is in their folders. Make room there. "
-            f"{TO_RESUME} {directory_override('sweep.resume', self._directory)}"
-        )
+        self._record.write(self._directory)
+        self._changed = False
 
     def _seconds(self) -> float:
         return self._before_s + time.monotonic() - self._began_s

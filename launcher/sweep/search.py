@@ -133,7 +133,7 @@ class Searching:
     def next(self) -> SweepJob | None:
         """A further job, waiting, in the record and with its folder; None if there is none now.
 
-        Raises OSError where these cannot be written; the next call draws the same again.
+        Raises OSError where these cannot be written.
         """
         for _ in range(REFUSED_IN_A_ROW):
             if len(self._jobs) >= self._trials or not self._has_capacity(self._probe):
@@ -151,18 +151,14 @@ class Searching:
         job = SweepJob(number, job_name(self._space, number, lines), lines)
         self._jobs.append(job)
         try:
-            try:
-                config = compose_one(self._composer, (*lines, *self._settings))
-                job.nproc = self._devices_of(config)
-                made(self._directory / job.name)
-                write_job(place(config, self._directory, job), lines)
-            except ConfigError as error:
-                job.state, job.exit, job.error = JobState.FAILED, error.exit_code, first_line(error)
-            # Before it starts: a process that continues the sweep must not draw another job with this number.
-            self._record.write(self._directory)
-        except OSError:  # a full disk: it is drawn again
-            self._jobs.pop()
-            raise
+            config = compose_one(self._composer, (*lines, *self._settings))
+            job.nproc = self._devices_of(config)
+            made(self._directory / job.name)
+            write_job(place(config, self._directory, job), lines)
+        except ConfigError as error:
+            job.state, job.exit, job.error = JobState.FAILED, error.exit_code, first_line(error)
+        # Before it starts: a process that continues the sweep must not draw another job with this number.
+        self._record.write(self._directory)
         return job
 
     def refuse_several_metrics(self) -> None:

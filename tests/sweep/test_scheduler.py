@@ -13,7 +13,6 @@ import pytest
 
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
-from launcher.errors import StorageError
 from launcher.os.signals import StopSignal
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
@@ -343,55 +342,21 @@ def test_a_launcher_that_does_not_answer_for_a_while_is_asked_again(tmp_path, ca
     assert capsys.readouterr().err.count("squeue fails") == 1
 
 
-@pytest.mark.parametrize("failing", [2, 10**6])
-def test_a_full_disk_ends_no_job_of_a_sweep(tmp_path, monkeypatch, capsys, failing: int) -> None:
-    write, failed = SweepState.write, []
+def test_a_full_disk_ends_the_sweep_and_the_next_process_runs_the_rest(tmp_path, monkeypatch) -> None:
+    write, launcher = SweepState.write, Scripted(1)
 
     def full(record: SweepState, directory: Path, durable: bool = False) -> None:
-        if launcher.order and len(failed) < failing:
-            failed.append(1)
+        if launcher.order == [0, 1]:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(record, directory, durable)
 
-    launcher = Scripted(1)
     monkeypatch.setattr(SweepState, "write", full)
-    if failing == 2:
-        assert Run(tmp_path, launcher, 3).states == ["done"] * 3
-    else:
-        with pytest.raises(StorageError) as caught:
-            Run(tmp_path, launcher, 3)
-        assert str(caught.value).endswith(f"sweep.resume={tmp_path}")
-    assert launcher.order == [0, 1, 2]
-    assert capsys.readouterr().err.count("cannot be written, and is tried again: No space left") == 1
-
-
-@pytest.mark.parametrize("failing", [1, 10**6])
-def test_a_search_that_cannot_record_a_job_draws_it_again(
-    tmp_path, monkeypatch, capsys, failing: int
-) -> None:
-    class Search:
-        def __init__(self, jobs: list[SweepJob]) -> None:
-            self.jobs, self.failures = jobs, 0
-
-        def next(self) -> SweepJob | None:
-            if len(self.jobs) == 2 and self.failures < failing:
-                self.failures += 1
-                raise OSError(errno.ENOSPC, "No space left on device")
-            if len(self.jobs) == 4:
-                return None
-            self.jobs.append(SweepJob(len(self.jobs), "job", ()))
-            return self.jobs[-1]
-
-        def refuse_several_metrics(self) -> None: ...
-
-    record, launcher = SweepState([], ()), Scripted(2)
+    with pytest.raises(OSError, match="No space left"):
+        Run(tmp_path, launcher, 3)
+    monkeypatch.undo()
+    record = SweepState.read(tmp_path)
+    recover(record, tmp_path)
+    launcher.running.clear()
     progress = SweepProgress(tmp_path, record.jobs, alone=False)
-    search = Search(record.jobs)
-    parts = (tmp_path, record, launcher, composed().sweep, progress, StopSignal(), None, search)
-    made = Scheduler(*parts)  # type: ignore[arg-type]
-    if failing == 1:
-        made.run()
-    else:
-        with pytest.raises(StorageError, match="No space left"):
-            made.run()
-    assert [job.state for job in record.jobs] == ["done"] * (4 if failing == 1 else 2)
+    Scheduler(tmp_path, record, launcher, composed().sweep, progress, StopSignal()).run()
+    assert [job.state for job in record.jobs] == ["done"] * 3
