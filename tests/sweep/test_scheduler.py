@@ -18,7 +18,7 @@ from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
 from launcher.sweep.asha import Pruner
-from launcher.sweep.launchers import JobEvent, NoAnswerError
+from launcher.sweep.launchers import JobEvent
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching
@@ -329,17 +329,6 @@ def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
     ]
     SweepState(jobs, lines).write(tmp_path)
     assert (tmp_path / "sweep.json").stat().st_size < 1_000_000
-
-
-def test_a_launcher_that_does_not_answer_for_a_while_is_asked_again(tmp_path, capsys) -> None:
-    launcher, polls = Scripted(2), iter(range(100))
-
-    def silent(run: Run) -> None:
-        if 1 <= next(polls) <= 3:
-            raise NoAnswerError("squeue fails: no route.")
-
-    assert Run(tmp_path, launcher, 3, silent).states == ["done"] * 3
-    assert capsys.readouterr().err.count("squeue fails") == 1
 
 
 def test_a_full_disk_ends_the_sweep_and_the_next_process_runs_the_rest(tmp_path, monkeypatch) -> None:

@@ -28,10 +28,6 @@ from launcher.os.lifetime import PYTHON
 from launcher.sweep.state import SweepJob
 
 
-class NoAnswerError(PreflightError):
-    """What runs the jobs does not answer now, with its words. It may in a while: the sweep asks again."""
-
-
 @dataclass(frozen=True)
 class JobEvent:
     """A job that started or ended since the last call of `poll`."""
@@ -52,22 +48,21 @@ class JobLauncher(Protocol):
 
         A job that comes with a handle was submitted by an earlier process that was killed: follow it where it
         still runs or waits, and start it again only where it does not. Raises LauncherError where this
-        launcher cannot start any job, such as a scheduler that refuses. One that does not answer is asked
-        again by `poll`.
+        launcher cannot start any job, such as a scheduler that refuses.
         """
 
     def poll(self, wait_s: float) -> Sequence[JobEvent]:
         """What has changed; waits for so many seconds at most, and no longer than for the first change.
 
         A signal handler may run meanwhile. A job that was submitted and ends by itself, is stopped, or gets
-        lost has exactly one change with an exit code. Raises NoAnswerError in each call until there is an
-        answer again.
+        lost has exactly one change with an exit code. Raises LauncherError where what runs the jobs does not
+        answer.
         """
 
     def stop(self, job: SweepJob, at_once: bool = False) -> None:
         """Ask the job to save and end (SIGTERM), or kill it with all its processes.
 
-        Does not wait for the end. Where there is no answer, `poll` asks again.
+        Does not wait for the end.
         """
 
     def save(self, job: SweepJob) -> None:

@@ -23,7 +23,7 @@ from launcher.config.schema import SweepConfig
 from launcher.errors import TO_RESUME, PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
-from launcher.sweep.launchers import JobEvent, JobLauncher, NoAnswerError, command_of, imported
+from launcher.sweep.launchers import JobEvent, JobLauncher, command_of, imported
 from launcher.sweep.progress import LOG
 from launcher.sweep.state import SweepJob
 
@@ -33,6 +33,9 @@ QUEUED = 4  # jobs that wait in Slurm's queue, so that it can start one at once
 SETTLE_S = 10.0  # until what a job wrote last is seen here: attributes of files on NFS are kept for seconds
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo")
 COMMAND_S = 60.0  # for a command of Slurm, whose daemon may be busy
+# How often squeue is asked before the sweep ends, and how long it waits in between: a restart of Slurm's
+# daemon takes less. The jobs outlive the sweep.
+TRIES, RETRY_S = 10, 15.0
 Queued = tuple[str, str, str]  # state, nodes and name of a job in the queue
 WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
@@ -41,11 +44,10 @@ WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 class Submitted:
     job: SweepJob
     directory: Path
-    id: str = ""  # none until sbatch has accepted it
+    id: str = ""
     since: float = 0.0  # in unix seconds: what it wrote before is of an earlier attempt
     runs: bool = False
     stopped: bool = False
-    unsent: Sequence[str] | None = None  # arguments of an scancel that Slurm has not carried out
     gone_s: float = 0.0  # since when squeue does not list it
 
     @property
@@ -66,7 +68,6 @@ class SlurmLauncher(JobLauncher):
         has_gpus = "gpu" in _ask("sinfo", "--noheader", "--format=%G")
         self._per_worker = "gpus_per_node" if has_gpus else "cpus_per_task"
         self._jobs: dict[int, Submitted] = {}
-        self._silence: NoAnswerError | None = None  # why the latest squeue failed, if it has
         self._next_s = 0.0
 
     def has_capacity(self, job: SweepJob) -> bool:
@@ -75,24 +76,19 @@ class SlurmLauncher(JobLauncher):
         return sum(not each.runs for each in self._jobs.values()) < QUEUED
 
     def submit(self, job: SweepJob, directory: Path) -> None:
+        """Give the job to Slurm, unless an earlier process has."""
         self._jobs[job.number] = each = Submitted(job, directory)
-        self._submit(each)
-
-    def _submit(self, each: Submitted) -> None:
-        """Give the job to Slurm, unless an earlier process has. Where there is no answer, `poll` does it."""
-        with suppress(NoAnswerError):
-            if _is_queued(each):
-                return
-            try:
-                self._give(each)
-            except self._submitit.core.utils.FailedJobError as error:
-                if not _is_queued(each):  # it may be: only the answer was lost
-                    again = directory_override("sweep.resume", each.directory.parent)
-                    raise PreflightError(
-                        f"sweep.launcher=slurm: sbatch refuses the job: {_words(error)}. The sweep has "
-                        f"ended; jobs that Slurm has accepted run on. {TO_RESUME} {again}, once sbatch "
-                        "accepts its jobs."
-                    ) from error
+        if _is_queued(each):
+            return
+        try:
+            self._give(each)
+        except self._submitit.core.utils.FailedJobError as error:
+            if not _is_queued(each):  # it may be: only the answer was lost
+                again = directory_override("sweep.resume", directory.parent)
+                raise PreflightError(
+                    f"sweep.launcher=slurm: sbatch refuses the job: {_words(error)}. The sweep has ended; "
+                    f"jobs that Slurm has accepted run on. {TO_RESUME} {again}, once sbatch accepts its jobs."
+                ) from error
 
     def _give(self, each: Submitted) -> None:
         job, directory = each.job, each.directory
@@ -114,27 +110,17 @@ class SlurmLauncher(JobLauncher):
         now = time.monotonic()
         if now < self._next_s:
             time.sleep(min(wait_s, self._next_s - now))
-            if self._silence is not None:
-                raise self._silence
             return []
-        self._next_s, self._silence = now + EVERY_S, None
-        try:
-            queue = _queue() if self._jobs else {}
-            return [change for each in [*self._jobs.values()] for change in self._changes(each, queue)]
-        except NoAnswerError as error:
-            self._silence = error
-            raise
+        self._next_s = now + EVERY_S
+        queue = _queue() if self._jobs else {}
+        return [change for each in [*self._jobs.values()] for change in self._changes(each, queue)]
 
     def _changes(self, each: Submitted, queue: Mapping[str, Queued]) -> Iterator[JobEvent]:
-        if not each.id and not each.stopped:
-            return self._submit(each)
         state, nodes, _ = queue.get(each.id, ("", "", ""))
         if state:
             each.gone_s = 0.0
             starts = not each.runs and state not in WAITS
             each.runs = state not in WAITS  # one whose node died waits again
-            if each.unsent is not None:
-                self._cancel(each, each.unsent)
             if starts:
                 each.job.devices = [f"{nodes}/{number}" for number in range(each.job.nproc)]
                 yield JobEvent(each.job.number)
@@ -145,8 +131,7 @@ class SlurmLauncher(JobLauncher):
             return
         if code == PreemptedError.exit_code and not each.stopped:
             # Slurm has asked it to leave for another job, or before a time limit: it resumes.
-            self._jobs[each.job.number] = again = Submitted(each.job, each.directory)
-            return self._submit(again)
+            return self.submit(each.job, each.directory)
         del self._jobs[each.job.number]
         if code is not None:
             yield JobEvent(each.job.number, code)
@@ -161,17 +146,11 @@ class SlurmLauncher(JobLauncher):
     def stop(self, job: SweepJob, at_once: bool = False) -> None:
         each = self._jobs[job.number]
         each.stopped = True
-        if each.id:
-            # Without a signal Slurm cancels the job: SIGTERM, and SIGKILL after its KillWait. A signal to a
-            # job that waits is an error.
-            self._cancel(each, ["--signal=TERM"] if each.runs and not at_once else [])
-
-    def _cancel(self, each: Submitted, how: Sequence[str]) -> None:
-        """Stop the job. Where that fails `poll` does it, unless the job has just ended."""
-        each.unsent = how
-        with suppress(NoAnswerError):
+        # Without a signal Slurm cancels the job: SIGTERM, and SIGKILL after its KillWait. A signal to a job
+        # that waits is an error. So is one to a job that has just ended, which is no reason to end the sweep.
+        how = ["--signal=TERM"] if each.runs and not at_once else []
+        with suppress(PreflightError):
             _ask("scancel", *how, each.id)
-            each.unsent = None
 
 
 def _submitit() -> Any:
@@ -183,7 +162,7 @@ def _submitit() -> Any:
 
 
 def _is_queued(each: Submitted) -> bool:
-    """Whether Slurm has the job, whose id is noted then. Raises NoAnswerError."""
+    """Whether Slurm has the job, whose id is noted then."""
     for found, (state, _, called) in _queue().items():
         if called == each.name and state != "COMPLETING":
             each.job.handle = each.id = found
@@ -192,23 +171,30 @@ def _is_queued(each: Submitted) -> bool:
 
 
 def _queue() -> dict[str, Queued]:
-    """This user's jobs that wait or run, by id."""
-    lines = _ask("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j").splitlines()
+    """This user's jobs that wait or run, by id. Raises PreflightError where no try is answered."""
+    for left in reversed(range(TRIES)):
+        try:
+            lines = _ask("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j").splitlines()
+            break
+        except PreflightError:
+            if not left:
+                raise
+            time.sleep(RETRY_S)
     fields = (line.split("|", 3) for line in lines)
     return {number: (state, nodes, name) for number, state, nodes, name in fields}
 
 
 def _ask(*command: str) -> str:
-    """What a command of Slurm prints. Raises NoAnswerError with its words."""
+    """What a command of Slurm prints. Raises PreflightError with its words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(
+        raise PreflightError(
             f"sweep.launcher=slurm: {command[0]} did not answer in {COMMAND_S:g} s."
         ) from None
     if done.returncode:
         words = " ".join(done.stderr.split()).rstrip(".")
-        raise NoAnswerError(f"sweep.launcher=slurm: {command[0]} fails: {words}.")
+        raise PreflightError(f"sweep.launcher=slurm: {command[0]} fails: {words}.")
     return done.stdout
 
 
