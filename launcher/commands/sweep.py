@@ -31,10 +31,9 @@ from launcher.sweep.launchers import JobLauncher
 from launcher.sweep.launchers.devices import DeviceLauncher, DevicePool
 from launcher.sweep.prepare import prepared, prepared_in_place
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.scheduler import Scheduler
+from launcher.sweep.scheduler import MAX_TRIALS, Scheduler
 from launcher.sweep.search import Searching, imported_optuna
 from launcher.sweep.state import JobState, SweepState, count_time, read_job
-from launcher.telemetry.formatting import duration
 
 # The first backward pass of each job imports it, in 0.3 s: it is imported once, before the forks.
 FOR_JOBS = ("torch.fx.experimental.symbolic_shapes",)
@@ -88,8 +87,8 @@ def run_sweep(
         with launcher:
             scheduler.run()
         done = sum(job.state == JobState.DONE for job in record.jobs)
-        took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
-        say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", sys.stdout)
+        took = f"{record.device_seconds / 3600:.3g} device hours"
+        say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done in {took}", sys.stdout)
         if record.left and scheduler.reason:
             say_how_to_continue(scheduler, record, directory)
         compare_jobs(directory)
@@ -163,12 +162,10 @@ def say_how_to_continue(scheduler: Scheduler, record: SweepState, directory: Pat
     again = directory_override("sweep.resume", directory)
     if scheduler.asked:
         return say_stopped(again)
-    limit = scheduler.reason.partition("=")[0]  # would stop the sweep again
-    multirun, *words = record.words
-    record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
-    with suppress(OSError):
-        record.write(directory)  # for `watch`
-    write(f"sweep: {scheduler.reason}. {TO_RESUME} {limit}=null {again}\n", sys.stderr)
+    multirun, *words = record.words  # with the limit they would stop the sweep again
+    record.words = (multirun, f"{MAX_TRIALS}=null", *(each for each in words if MAX_TRIALS not in each))
+    record.write(directory)  # for `watch`
+    write(f"sweep: {scheduler.reason}. {TO_RESUME} {MAX_TRIALS}=null {again}\n", sys.stderr)
 
 
 def say_stopped(again: str) -> None:
@@ -202,7 +199,6 @@ def run_in_place(
         started += 1
         say(f"sweep: job {started} of {len(placed)}: {config.run.dir}", sys.stdout)
         job.started, job.nproc = time.time(), broadcast.launch.world_size
-        before_s = job.seconds
         try:
             run_job(config, job.overrides, broadcast)
         except Exception as error:
@@ -213,9 +209,8 @@ def run_in_place(
             group_broken = broadcast.group_broken or isinstance(error, errors.StalledError)
             if stopped or group_broken:
                 break
-        finally:  # for the limits of a process that continues the sweep
+        finally:
             count_time(job, time.time())
-            record.seconds += job.seconds - before_s
             with suppress(OSError):
                 record.write(directory)
     say(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", sys.stdout)

@@ -226,8 +226,6 @@ class LaunchConfig:
 @dataclass(frozen=True)
 class SweepStopConfig:
     max_trials: Count | None
-    hours: Positive | None
-    gpu_hours: Positive | None
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from launcher.sweep.progress import SweepProgress
 from launcher.sweep.search import Searching
 from launcher.sweep.state import OVER, JobState, SweepJob, SweepState, count_time, take_result
 
-WRITE_EVERY_S = 60.0  # what a killed process leaves out of sweep.stop.hours at most
-POLL_S = 0.2  # longest wait for a change, after which signals and limits are looked at
+MAX_TRIALS = "sweep.stop.max_trials"
+POLL_S = 0.2  # longest wait for a change, after which signals are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
 
@@ -51,7 +51,6 @@ class Scheduler:
         self._running: dict[int, SweepJob] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
-        self._began_s, self._before_s = time.monotonic(), record.seconds
 
     def run(self) -> None:
         """Returns when no job runs any more, and none may start. Raises OSError."""
@@ -59,7 +58,7 @@ class Scheduler:
             self._obey_signals()
             while not self.reason and (job := self._startable()) is not None:
                 self._start(job)
-            if self._changed or self._seconds() - self._record.seconds > WRITE_EVERY_S:
+            if self._changed:
                 self._write()
             if not self._running and (self.reason or self._next() is None):
                 return
@@ -91,18 +90,15 @@ class Scheduler:
         return self._search.next()
 
     def _startable(self) -> SweepJob | None:
-        """The next job, where the limits allow one and the launcher has room."""
-        stop, started = self._settings.stop, sum(job.attempts > 0 for job in self._record.jobs)
+        """The next job, where the limit allows one and the launcher has room."""
+        most, started = self._settings.stop.max_trials, sum(job.attempts > 0 for job in self._record.jobs)
         job = self._next()
         if job is None:
             return None
-        if stop.max_trials is not None and job.attempts == 0 and started >= stop.max_trials:
-            self.reason = f"sweep.stop.max_trials={stop.max_trials} is reached"
-        elif stop.hours is not None and self._seconds() >= 3600 * stop.hours:
-            self.reason = f"sweep.stop.hours={stop.hours:g} is reached"
-        elif stop.gpu_hours is not None and self._device_seconds() >= 3600 * stop.gpu_hours:
-            self.reason = f"sweep.stop.gpu_hours={stop.gpu_hours:g} is reached"
-        return job if not self.reason and self._launcher.has_capacity(job) else None
+        if most is not None and job.attempts == 0 and started >= most:
+            self.reason = f"{MAX_TRIALS}={most} is reached"
+            return None
+        return job if self._launcher.has_capacity(job) else None
 
     def _start(self, job: SweepJob) -> None:
         job.state, job.attempts, job.exit, job.error = JobState.RUNNING, job.attempts + 1, None, None
@@ -163,14 +159,5 @@ class Scheduler:
             self._launcher.stop(job)
 
     def _write(self) -> None:
-        self._record.seconds = self._seconds()
         self._record.write(self._directory)
         self._changed = False
-
-    def _seconds(self) -> float:
-        return self._before_s + time.monotonic() - self._began_s
-
-    def _device_seconds(self) -> float:
-        now = time.time()
-        going = ((now - (job.started or now)) * job.nproc for job in self._running.values())
-        return self._record.device_seconds + sum(going)

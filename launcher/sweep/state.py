@@ -80,7 +80,6 @@ class SweepState:
     jobs: Sequence[SweepJob]  # by number; a search adds to them
     overrides: Sequence[str]  # as typed
     config_dir: str | None = None
-    seconds: float = 0.0  # of all processes that have run this sweep
     version: int = VERSION
     words: Sequence[str] = field(default_factory=tuple)  # that continue the sweep, after the program's name
 
@@ -105,7 +104,7 @@ class SweepState:
 
     def keep_times_of(self, before: SweepState) -> None:
         """Add the seconds that the same jobs have taken in an earlier record of the sweep."""
-        jobs, self.seconds = {job.name: job for job in before.jobs}, before.seconds
+        jobs = {job.name: job for job in before.jobs}
         for job in self.jobs:
             if (earlier := jobs.get(job.name)) is not None:
                 job.seconds, job.device_seconds = earlier.seconds, earlier.device_seconds

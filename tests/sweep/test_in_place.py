@@ -42,8 +42,6 @@ def test_sweeps_in_a_row_have_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_sweep_that_continues_counts_the_time_of_the_jobs_in_place(tmp_path: Path, monkeypatch) -> None:
-    """The limits sweep.stop.hours and .gpu_hours are of all processes of a sweep."""
-
     def take_a_while(config: Config, *more: object) -> None:
         time.sleep(0.01)
         if config.seed == 1:
@@ -58,8 +56,7 @@ def test_a_sweep_that_continues_counts_the_time_of_the_jobs_in_place(tmp_path: P
         assert sweep.run_in_place(request, compose_jobs(request), leader, ()) == 75
         record = SweepState.read(tmp_path)
         seconds.append([job.seconds for job in record.jobs])
-        assert record.seconds == pytest.approx(sum(seconds[-1]))
-        assert record.device_seconds == pytest.approx(2 * record.seconds)
+        assert record.device_seconds == pytest.approx(2 * sum(seconds[-1]))
     assert min(seconds[0][:2]) >= 0.01
     assert min(seconds[1][:2]) >= 0.02
     assert seconds[1][2] == 0

@@ -163,18 +163,10 @@ def test_a_job_that_failed_is_tried_again(tmp_path, retries, codes, state, attem
     assert run.record.jobs[0].attempts == attempts
 
 
-@pytest.mark.parametrize(
-    ("stop", "done", "words"),
-    [
-        ({"max_trials": 2}, 2, "sweep.stop.max_trials=2"),
-        ({"hours": 1e-9}, 0, "sweep.stop.hours="),
-        ({"gpu_hours": 1e-12}, 1, "sweep.stop.gpu_hours="),
-    ],
-)
-def test_a_limit_starts_no_further_job_and_ends_none(tmp_path, stop, done, words) -> None:
-    run = Run(tmp_path, Scripted(1), 4, stop=stop)
-    assert run.states == ["done"] * done + ["waiting"] * (4 - done)
-    assert run.scheduler.reason.startswith(words)
+def test_a_limit_starts_no_further_job_and_ends_none(tmp_path) -> None:
+    run = Run(tmp_path, Scripted(1), 4, stop={"max_trials": 2})
+    assert run.states == ["done"] * 2 + ["waiting"] * 2
+    assert run.scheduler.reason.startswith("sweep.stop.max_trials=2")
     assert not run.launcher.stopped
     assert not run.scheduler.asked
 
