@@ -6,10 +6,9 @@ Owns their thresholds. NVML is asked without CUDA; what needs CUDA runs in the p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import permutations
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +45,6 @@ def kernels() -> Iterator[Finding]:
         yield Finding("NCCL", nccl)
         for index in range(torch.cuda.device_count()):
             yield arithmetic(index, torch.cuda.get_device_properties(index))
-        yield from peers(torch.cuda.device_count(), torch.cuda.can_device_access_peer)
     elif driver.num_gpus:
         advice = "Install a build of torch for CUDA: remove .venv, and scripts/run sets it up again."
         value = f"{counted(driver.num_gpus, 'GPU')}, but torch {torch.__version__} is built for the CPU"
@@ -93,15 +91,6 @@ def _ask(nvml: ModuleType, gpu: Gpu, function: str) -> Any:
     """What NVML answers about a GPU; None where it does not."""
     with suppress(nvml.NVMLError, AttributeError):
         return getattr(nvml, f"nvmlDeviceGet{function}")(gpu.handle)
-
-
-def peers(gpus: int, can_access: Callable[[int, int], bool]) -> Iterator[Finding]:
-    """How many GPUs can copy to each other directly."""
-    ways = list(permutations(range(gpus), 2))
-    direct = sum(can_access(*way) for way in ways)
-    if ways:
-        value = f"{direct} of {counted(len(ways), 'way')} between GPUs"
-        yield Finding("peer access", value + ("" if direct else ": copies go through the host's memory"))
 
 
 def arithmetic(index: int, about: Any) -> Finding:

@@ -83,15 +83,6 @@ def test_cards_without_fp16_or_bf16_hardware_say_so() -> None:
     assert "bf16" not in ampere.value
 
 
-@pytest.mark.parametrize(
-    ("direct", "says"), [(True, "6 of 6 ways"), (False, "0 of 6 ways between GPUs: copies")]
-)
-def test_peer_access_is_counted_both_ways(direct, says) -> None:
-    (found,) = gpus.peers(3, lambda one, other: direct)
-    assert says in found.value
-    assert list(gpus.peers(1, lambda one, other: direct)) == []
-
-
 def test_a_variable_that_shows_no_gpu_is_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "ask_driver", Driver)
     for shown, verdict in (("7", WARNING), ("", OK), ("-1", OK)):
