@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from launcher.config.messages import literal
-from launcher.errors import ConfigError, first_line
+from launcher.errors import ConfigError
 
 
 def sweep_of_agent(environ: Mapping[str, str]) -> str:
@@ -20,7 +20,7 @@ def sweep_of_agent(environ: Mapping[str, str]) -> str:
 def with_typed_values(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The arguments, with what the agent has written in Hydra's syntax, in place of Python's.
 
-    Other arguments stay as they are. Raises ConfigError if the agent's file cannot be read.
+    Other arguments stay as they are.
     """
     if not sweep_of_agent(environ):
         return list(argv)
@@ -33,16 +33,10 @@ def with_typed_values(argv: Sequence[str], environ: Mapping[str, str]) -> list[s
 def _values(path: str) -> dict[str, object]:
     import yaml
 
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = yaml.safe_load(file)
-        # Beside the parameters the file has the version of its format.
-        return {key: item["value"] for key, item in found.items() if isinstance(item, dict)}
-    except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError) as error:
-        problem = "the values that wandb's agent has chosen cannot be read from this file"
-        advice = "Start the run by wandb agent, or unset the variable."
-        line = first_line(error)
-        raise ConfigError(f"WANDB_SWEEP_PARAM_PATH={path}: {problem} ({line}). {advice}") from error
+    with open(path, encoding="utf-8") as file:
+        found = yaml.safe_load(file)
+    # Beside the parameters the file has the version of its format.
+    return {key: item["value"] for key, item in found.items() if isinstance(item, dict)}
 
 
 def refuse_sweep(environ: Mapping[str, str]) -> None:

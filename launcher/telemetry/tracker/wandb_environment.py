@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import Config, rules
 from launcher.errors import ConfigError
 from launcher.run_dir.claim import DEFAULT_ROOT
@@ -27,7 +26,6 @@ VARIABLES = {
     "notes": "WANDB_NOTES",
 }
 MODES = ("WANDB_MODE", "WANDB_DISABLED")
-MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
 OF_THE_AGENT = ("project", "entity", "run_id")  # in a sweep of wandb's it takes these from the variables only
 
 
@@ -48,12 +46,6 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
         if environ.get(variable)
     }
     if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
-        mode = environ.get("WANDB_MODE", "")
-        if "wandb" in config.tracker.names and mode not in ("", *MODE_NAMES):
-            raise ConfigError(
-                f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
-                f"{suggestion(nearest(mode, MODE_NAMES))}"
-            )
         changes["mode"] = "auto"  # decided by the variables
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
 
@@ -84,13 +76,8 @@ def in_sweep(config: Config, job: str, number: int) -> Config:
 
 
 def _given(key: str, overrides: Sequence[str]) -> bool:
-    """Whether the command line sets the key, directly or within its section."""
-    section, _, name = key.partition(".")
-    for line in overrides:
-        written, _, value = line.partition("=")
-        if written == key or (written == section and f"{name}:" in value.replace(" ", "")):
-            return True
-    return False
+    """Whether the command line sets the key."""
+    return any(line.partition("=")[0] == key for line in overrides)
 
 
 def _value(key: str, variable: str, text: str) -> Any:

@@ -96,12 +96,3 @@ def test_a_sweep_within_a_sweep_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_sweep({"WANDB_SWEEP_ID": "s1", "WANDB_SWEEP_PARAM_PATH": "file"})
     assert "-m under wandb agent (sweep s1)" in str(caught.value)
-
-
-@pytest.mark.parametrize("text", [None, "- a", "a: {b: 1}", "a: [", "\xff"])
-def test_a_file_that_is_not_the_agents_is_an_error(text: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    if text is not None:
-        file.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"WANDB_SWEEP_PARAM_PATH=.*cannot be read"):
-        with_typed_values([], {"WANDB_SWEEP_ID": "s1", "WANDB_SWEEP_PARAM_PATH": str(file)})
