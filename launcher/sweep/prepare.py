@@ -10,7 +10,6 @@ import dataclasses
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,6 @@ from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
-from launcher.os.stdio import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked
@@ -60,7 +58,7 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
     cannot be written.
     """
     is_grid, directory = configs[0].sweep.name == GRID, directory_of(request, configs)
-    jobs, configs = distinct_jobs_of(request, configs) if is_grid else ([], configs)
+    jobs = jobs_of(request) if is_grid else []
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)  # before the lock, which is a file in it
     with _writing(directory), locked(directory, DIRECTORY):
@@ -80,7 +78,7 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
     ranks. The record, made anew, says how; the states of the jobs are in their folders.
     """
     directory = directory_of(request, configs)
-    jobs, configs = distinct_jobs_of(request, configs)
+    jobs = jobs_of(request)
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)
     record = _new_record(request, directory, jobs)
@@ -101,16 +99,12 @@ def _writing(directory: Path) -> AbstractContextManager[None]:
     )
 
 
-def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[SweepJob], list[Config]]:
-    """The jobs of a grid whose configs differ, with these."""
+def jobs_of(request: Request) -> list[SweepJob]:
+    """The jobs of a grid."""
     space = space_of(request.overrides)
-    found = {repr(config): (config, lines) for config, lines in zip(configs, space.grid(), strict=True)}
-    if len(found) < len(configs):
-        text = f"sweep: {len(configs) - len(found)} of {len(configs)} jobs equal others and are left out"
-        say(text, sys.stdout)
-    overrides = enumerate(lines for _, lines in found.values())
-    jobs = [SweepJob(number, job_name(space, number, lines), lines) for number, lines in overrides]
-    return jobs, [config for config, _ in found.values()]
+    return [
+        SweepJob(number, job_name(space, number, lines), lines) for number, lines in enumerate(space.grid())
+    ]
 
 
 def job_name(space: Space, number: int, overrides: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from launcher.sweep.asha import Pruner
 from launcher.sweep.launchers import JobEvent, JobLauncher
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.search import Searching
-from launcher.sweep.state import OVER, JobState, SweepJob, SweepState, count_time, take_result
+from launcher.sweep.state import JobState, SweepJob, SweepState, count_time, take_result
 
 MAX_TRIALS = "sweep.stop.max_trials"
 POLL_S = 0.2  # longest wait for a change, after which signals are looked at
@@ -119,8 +119,6 @@ class Scheduler:
         count_time(job, time.time())
         job.state = self._state_after(job, change)
         self._progress.ended(job)
-        if self._search is not None and job.state in (*OVER, JobState.STOPPED):
-            self._search.refuse_several_metrics()
         return job
 
     def _state_after(self, job: SweepJob, change: JobEvent) -> str:

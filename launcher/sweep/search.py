@@ -124,7 +124,6 @@ class Searching:
         self._jobs = record.jobs = [*record.jobs]
         self._settings = tuple(line for line in request.overrides if is_setting(line))
         self._refuse_another_search(request.overrides)
-        self.refuse_several_metrics()
         self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
         self._seed, self._trials = sample.seed, sample.sweep.stop.max_trials or math.inf
         # What the launcher is asked about before a job is drawn: one drawn later has more results to go by.
@@ -160,14 +159,6 @@ class Searching:
         # Before it starts: a process that continues the sweep must not draw another job with this number.
         self._record.write(self._directory)
         return job
-
-    def refuse_several_metrics(self) -> None:
-        """Raise ConfigError unless all jobs that are over are compared by one metric."""
-        names = sorted({job.metric_name for job in self._jobs if job.metric_name})
-        if len(names) > 1:
-            problem = f"the jobs of this search are compared by different metrics ({', '.join(names)})"
-            apart = "Search for each recipe and each data set by itself, or list all jobs as a grid"
-            raise ConfigError(f"{problem}, and a search looks for the best of one. {apart}: sweep=grid.")
 
     def _refuse_another_search(self, overrides: Sequence[str]) -> None:
         """Raise ConfigError unless the jobs of the record are of this space and this base config."""

@@ -8,7 +8,6 @@ variables in place of their values, and the overrides: `python -m launcher job D
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,10 @@ from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
+from launcher.run_dir.records import JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 
-VERSION = 1
 SHOWN, LONGEST = 5, 120  # differences in an error, and the characters of each
 NOT_LEARNED_FROM = {"run", "sweep", "tracker", "telemetry", "checkpoint", "recipes", "launch"}
 NOT_LEARNED_FROM |= {"ddp.check_replicas_every_steps"}
@@ -80,20 +78,15 @@ class SweepState:
     jobs: Sequence[SweepJob]  # by number; a search adds to them
     overrides: Sequence[str]  # as typed
     config_dir: str | None = None
-    version: int = VERSION
     words: Sequence[str] = field(default_factory=tuple)  # that continue the sweep, after the program's name
 
     @classmethod
     def read(cls, directory: Path) -> SweepState:
-        """Raises ConfigError for a directory without a sweep, or with one of another version."""
+        """Raises ConfigError for a directory without a sweep."""
         try:
             content = read_json(directory / SWEEP)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{directory}: holds no sweep: {SWEEP} cannot be read ({error}).") from error
-        if content.get("version") != VERSION:
-            problem = f"{directory}: the {SWEEP} there is of another version of the launcher"
-            advice = "Choose another directory with hydra.sweep.dir=DIR."
-            raise ConfigError(f"{problem}, and its sweep cannot be continued by this one. {advice}")
         return decoded(cls, content)
 
     def write(self, directory: Path, durable: bool = False) -> None:
@@ -214,8 +207,6 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
 
     Raises ConfigError for a folder without a job, and for a job of another version.
     """
-    if not os.path.lexists(directory / JOB):
-        raise ConfigError(f"{directory}: {_instead_of_a_job(directory)} Give the folder of a job of a sweep.")
     try:
         record = read_json(directory / JOB)
         config, overrides = parse(record["config"]), record["overrides"]
@@ -224,15 +215,6 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
         raise ConfigError(f"{problem}. Give the folder of a job of a sweep.") from error
     placed = replace(config, run=replace(config.run, dir=str(directory.absolute())))
     return placed, tuple(map(str, overrides))
-
-
-def _instead_of_a_job(directory: Path) -> str:
-    """What a folder without a job.json is, in a sentence."""
-    if not directory.is_dir():
-        return "there is no such folder."
-    if (directory / CONFIG).exists():
-        return "this is a run, and no job of a sweep; to resume it, give its command with run.dir=DIR."
-    return f"this folder holds no {JOB}."
 
 
 def differences(directory: Path, config: Config) -> list[str]:

@@ -46,17 +46,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path, words) -> None:
 
 
 def test_a_folder_without_a_job_is_refused_in_words(tmp_path) -> None:
-    of_run = tmp_path / "run"
-    of_run.mkdir()
-    (of_run / "config.yaml").touch()
-    for folder, words in (
-        (tmp_path / "none", "there is no such folder"),
-        (tmp_path, r"holds no job\.json"),
-        (of_run, r"a run, and no job of a sweep.*with run\.dir=DIR"),
-    ):
-        with pytest.raises(ConfigError, match=words) as refused:
+    for folder in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match=r"holds no job\.json.*Give the folder of a job of a sweep"):
             read_job(folder)
-        assert "Errno" not in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 1, "overrides": []}'])

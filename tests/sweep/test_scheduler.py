@@ -273,9 +273,6 @@ def test_a_trial_that_diverges_stops_no_search(tmp_path) -> None:
             self.jobs += [SweepJob(number, str(number), ())] if number < 2 else []
             return next((job for job in self.jobs if job.state == JobState.WAITING), None)
 
-        def refuse_several_metrics(self) -> None:
-            return
-
     jobs: list[SweepJob] = []
     settings = dataclasses.replace(composed().sweep, on_failure="stop")
     record, progress = SweepState(jobs, ()), SweepProgress(tmp_path, jobs, alone=False)

@@ -103,19 +103,3 @@ def test_another_search_in_the_same_directory_is_refused(
     with Parent(tmp_path, *HERE, *words, "train.max_steps=2", nproc=1, name="again") as parent:
         assert parent.end(60) == code
         assert text in " ".join(parent.stderr.split())
-
-
-def test_a_search_over_data_of_different_metrics_ends_with_the_reason(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    file = tmp_path / "tiny.py"
-    by_data = 'monitor="val_loss" if config.data.name == "digits" else "accuracy"'
-    file.write_text(file.read_text().replace('("a", "b"))', f'("a", "b"), {by_data})'))
-    words = (
-        "sweep=random",
-        "data=digits,synthetic",
-        "optim.lr=interval(0.001,0.01)",
-        "sweep.stop.max_trials=8",
-    )
-    with Parent(tmp_path, "-m", *words, "train.epochs=1", nproc=1) as parent:
-        assert parent.end(100) == 2
-        assert "compared by different metrics (accuracy, val_loss)" in " ".join(parent.stderr.split())

@@ -20,7 +20,7 @@ from launcher.commands.sweep import FOR_JOBS
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.launch.worker_count import CPU_WORKERS
-from launcher.sweep.prepare import directory_of, distinct_jobs_of
+from launcher.sweep.prepare import directory_of
 from tests.faults.parent import ENDLESS, WORDS, Parent, write_recipe
 from tests.test_cli import WATCHED, ask
 
@@ -227,7 +227,6 @@ REFUSED = [
     (["seed=0,1", "hydra.sweep.dir=foreign"], "files that do not belong to one: config.yaml"),
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
-    (["seed=0,1", "sweep.resume=old"], "is of another version of the launcher"),
     (["seed=0,1", "hydra/launcher=submitit_slurm"], "sweep.launcher=slurm runs jobs on Slurm"),
     (["seed=0,1", "hydra/sweeper=optuna"], "sweep=random or sweep=tpe"),
     (["seed=0,1,2,3,x"], "seed=x: must be a whole number"),
@@ -238,9 +237,8 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "text"), REFUSED)
 def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, capsys, words, text) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, file, content in (("foreign", "config.yaml", ""), ("old", "sweep.json", '{"jobs": ["a"]}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(content)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.yaml").touch()
     recipe = [] if words == ["sweep.resume=foreign"] else ["recipe=resnet18", "tracker=none"]
     assert main(["-m", *recipe, *words]) == 2
     assert re.search(text, " ".join(capsys.readouterr().err.split()))
@@ -257,14 +255,6 @@ def test_the_directory_of_a_sweep_may_be_given_by_that_of_the_user(tmp_path: Pat
     request = Request(("recipe=cnn", "seed=0,1", f"{key}='~/mine'"), None, multirun=True)
     assert directory_of(request, compose_jobs(request)) == tmp_path / "home" / "mine"
     assert os.listdir(tmp_path) == ["home"]
-
-
-def test_jobs_whose_configs_are_equal_run_once(capsys) -> None:
-    request = Request(("recipe=cnn", "optim.weight_decay=0,0.0,0.1"), None, multirun=True)
-    jobs, configs = distinct_jobs_of(request, compose_jobs(request))
-    assert [job.number for job in jobs] == [0, 1]
-    assert [config.optim.weight_decay for config in configs] == [0.0, 0.1]
-    assert capsys.readouterr().out == "sweep: 1 of 3 jobs equal others and are left out\n"
 
 
 def test_a_typo_in_an_option_of_an_own_recipe_ends_the_sweep_before_it_begins(
