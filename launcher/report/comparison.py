@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
+from launcher.config.groups import natural_order
 from launcher.config.messages import program
 from launcher.errors import counted
 from launcher.report.precision_comparison import markdown_page
@@ -66,7 +66,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[Run]) -> list[Path]:
     jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
     flags = ["--config-dir", record["config_dir"]] if record.get("config_dir") else []
     below = [effort(jobs), *ended_early(runs, jobs)]
-    write_text(written[0], markdown(sweep_dir.name, groups, note_of(runs), below, flags))
+    write_text(written[0], markdown(sweep_dir.name, groups, below, flags))
     write_text(written[1], as_csv(runs, jobs))
     if only_precision([run.overrides for run in runs]):
         written.append(sweep_dir / SIDE_BY_SIDE)
@@ -117,25 +117,14 @@ def only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     return "precision" in keys and set(keys) <= {"precision", REPEATED}
 
 
-def note_of(runs: Sequence[Run]) -> str:
-    """The description of the experiment of these runs; empty without one."""
-    names = {run.overrides.get("experiment", "") for run in runs}
-    known = group_choices(conf_dir()).get("experiment", ())
-    if len(names) != 1 or not names <= set(known):
-        return ""
-    return description(choice_file([conf_dir()], "experiment", names.pop()))
-
-
-def markdown(
-    title: str, groups: Sequence[RunGroup], note: str, below: Sequence[str], flags: Sequence[str]
-) -> str:
+def markdown(title: str, groups: Sequence[RunGroup], below: Sequence[str], flags: Sequence[str]) -> str:
     """One row per group of runs, the best first; then the lines `below`.
 
     `flags` go before the overrides of the best.
     """
     ranked = best_first(groups)
     rows = group_rows(ranked)
-    lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
+    lines = [f"# {markdown_text(title)}", ""]
     lines += markdown_table([*rows[0]], [[*row.values()] for row in rows])
     lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
     lines += [line for text in below if text for line in (text, "")]

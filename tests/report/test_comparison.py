@@ -142,13 +142,6 @@ def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> N
     assert not is_sweep(directory)
 
 
-def test_an_experiment_says_what_it_shows(tmp_path) -> None:
-    write_job(tmp_path, 0, ["experiment=precision_ablation", "precision=fp16"])
-    write_job(tmp_path, 1, ["experiment=precision_ablation", "precision=fp32"])
-    table, *_ = write_comparison(tmp_path)
-    assert "The effect of fp32 masters" in table.read_text()
-
-
 def test_a_run_is_no_sweep(sweep) -> None:
     assert is_sweep(sweep)
     assert not is_sweep(comparison.job_directories(sweep)[0])
