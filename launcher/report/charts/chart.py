@@ -1,4 +1,4 @@
-"""What a chart shows: lines over one pair of axes, with marks and zones.
+"""What a chart shows: lines over one pair of axes, with zones.
 
 Axes have a range, ticks and their texts, on a linear scale or in powers of 2 or 10.
 
@@ -53,8 +53,7 @@ class Line:
 class Chart:
     """Lines over one pair of axes.
 
-    `unit` is that of y; `marks` are vertical lines: x and what it is; `zones` are ranges of x with a name
-    and a colour.
+    `unit` is that of y; `zones` are ranges of x with a name and a colour.
     """
 
     title: str
@@ -63,7 +62,6 @@ class Chart:
     x: Axis
     y: Axis
     x_title: str = "step"
-    marks: Sequence[tuple[float, str]] = ()
     note: str = ""
     zones: Sequence[tuple[float, float, str, int]] = ()
 

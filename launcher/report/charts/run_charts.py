@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from launcher.errors import listed
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run import Run
 from launcher.report.run_groups import NUM_COLORS, RunGroup, best_first, short_names
-from launcher.telemetry.events import OverflowEvent, RestartEvent
+from launcher.telemetry.events import OverflowEvent
 from launcher.telemetry.formatting import SHARES, metric, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
@@ -36,12 +35,8 @@ def best_of(groups: Sequence[RunGroup]) -> list[RunGroup]:
 
 
 def curves_note(groups: Sequence[RunGroup]) -> str:
-    """Whose curves are shown, and what the vertical marks of a single run's charts are; "" for neither."""
-    if len(groups) > NUM_COLORS:
-        return f"Of the best {NUM_COLORS} of {len(groups)} settings."
-    runs = [run for group in groups for run in group.runs]
-    marks = _restarts(runs[0]) if len(runs) == 1 else []
-    return f"Dashed lines: {listed([text for _, text in marks], 5)}." if marks else ""
+    """Whose curves are shown, where not all are."""
+    return f"Of the best {NUM_COLORS} of {len(groups)} settings." if len(groups) > NUM_COLORS else ""
 
 
 class _RunCharts:
@@ -53,7 +48,6 @@ class _RunCharts:
         self._x = steps_axis(max((_last_step(run) for run in self._runs), default=1.0))
         self._columns = max(MIN_COLUMNS, min(COLUMNS, 5 * COLUMNS // max(1, len(self._runs))))
         self._alone = len(self._runs) == 1
-        self._marks = _restarts(self._runs[0]) if self._alone else []
         self._sets = list(dict.fromkeys(name for run in self._runs for name in run.history.sets))
 
     def charts(self) -> list[Chart]:
@@ -135,7 +129,7 @@ class _RunCharts:
     ) -> Chart:
         values = np.concatenate([line.y for line in lines]) if lines else np.empty(0)
         y = axis_of(values, base, from_zero)
-        return Chart(title, unit, lines, self._x, y, marks=self._marks, note=note)
+        return Chart(title, unit, lines, self._x, y, note=note)
 
     def _lines(self, of: OfRun) -> list[Line]:
         """Each run's line; faint behind its mean if downsampled, or if its group has several runs."""
@@ -189,9 +183,3 @@ def _last_step(run: Run) -> float:
     history = run.history
     curves = [*history.steps.values(), *history.evaluations.values(), history.skips]
     return max((float(x[-1]) for curve in curves if (x := curve.points()[0]).size), default=float(run.steps))
-
-
-def _restarts(run: Run) -> list[tuple[float, str]]:
-    return [
-        (float(event.step), f"resumed after step {event.step:,}") for event in run.history.all(RestartEvent)
-    ]

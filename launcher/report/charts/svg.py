@@ -56,14 +56,12 @@ def _y_title(chart: Chart) -> str:
 
 
 def _behind(chart: Chart) -> Iterator[str]:
-    """Zones, grid and marks."""
+    """Zones and grid."""
     for low, high, _, color in chart.zones:
         left, right = _right(chart.x.place(low)), _right(chart.x.place(high))
         yield f'<path class="zone" style="--c:var(--s{color})" d="M{left} 0H{right}V{HEIGHT}H{left}Z"/>'
     for value, _ in chart.y.ticks():
         yield f'<path class="grid" d="M0 {(1 - chart.y.place(value)) * HEIGHT:.1f}H{WIDTH}"/>'
-    for x, _ in chart.marks:
-        yield f'<path class="event" d="M{_right(chart.x.place(x))} 0V{HEIGHT}"/>'
 
 
 def _path(chart: Chart, line: Line) -> str:
@@ -110,13 +108,11 @@ def _labels(chart: Chart) -> Iterator[str]:
         yield _label("zone-name", "left", (chart.x.place(low) + chart.x.place(high)) / 2, escape(name))
     for value, text in chart.x.ticks():
         yield _label("x", "left", chart.x.place(value), escape(text))
-    for x, text in chart.marks:
-        yield _label("mark", "left", chart.x.place(x), "", f' title="{escape(text)}"')
 
 
-def _label(kind: str, side: str, place: float, inner: str, more: str = "") -> str:
+def _label(kind: str, side: str, place: float, inner: str) -> str:
     """Beside the drawing. Hidden from screen readers, which get the description and the values."""
-    return f'<span class="{kind}" aria-hidden="true" style="{side}:{100 * place:.1f}%"{more}>{inner}</span>'
+    return f'<span class="{kind}" aria-hidden="true" style="{side}:{100 * place:.1f}%">{inner}</span>'
 
 
 def _numbers(values: FloatArray) -> str:
