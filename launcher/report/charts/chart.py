@@ -16,9 +16,7 @@ import numpy as np
 from launcher.report.curve import FloatArray
 
 DASHED = ("line", "mean", "steps")  # styles
-FILLED = ("area", "bars")
 BAR_WIDTH = 0.86  # of the distance between bars, which stand at whole numbers
-LAYER_OPACITIES = (0.95, 0.65, 0.4, 0.2)  # of areas on top of each other
 LOGARITHMIC_FROM = 20.0  # largest over smallest value, which would lie in the lowest 5 % of a linear axis
 PADDING = 0.05  # of the range, above and below
 LARGEST = 1e300  # of both ends, so that the span between them is finite
@@ -27,11 +25,10 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class Line:
-    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross, area or bars.
+    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross or bars.
 
-    An area reaches from `below` to y. `values` are read out instead of y, where y is only a place. `color`
-    also selects the dashes of a line, and `opacity` is that of an area, so that lines differ without colours
-    too.
+    `color` also selects the dashes of a line, and `opacity` is that of bars, so that lines differ without
+    colours too.
     """
 
     name: str
@@ -39,14 +36,12 @@ class Line:
     x: FloatArray
     y: FloatArray
     style: str = "line"
-    values: FloatArray | None = None
-    below: FloatArray | None = None
     opacity: float = 0.75
 
     @property
     def drawn_as(self) -> str:
         """The style. A line of one point would be invisible, so it is drawn as a dot."""
-        return "dots" if self.x.size == 1 and self.style not in ("cross", *FILLED) else self.style
+        return "dots" if self.x.size == 1 and self.style not in ("cross", "bars") else self.style
 
 
 @dataclass(frozen=True)
@@ -89,10 +84,6 @@ class Chart:
                 return list(points[:, None])
             case "steps":  # across, then up or down
                 return [np.stack([points[:, 0].repeat(2)[1:], points[:, 1].repeat(2)[:-1]], axis=1)]
-            case "area":
-                below = np.zeros_like(line.x) if line.below is None else line.below
-                base = np.stack([points[:, 0], self.y.places(below)], axis=1)
-                return [np.concatenate([points, base[::-1]])]
             case "bars":
                 right = self.x.places(line.x + BAR_WIDTH)
                 return [
@@ -100,18 +91,6 @@ class Chart:
                     for (a, y), b in zip(points, right, strict=True)
                 ]
         return [points]
-
-
-def stacked(
-    title: str, unit: str, x: FloatArray, layers: Sequence[tuple[str, FloatArray]], axis: Axis
-) -> Chart:
-    """Areas on top of each other: their heights are the layers' values at x."""
-    tops = np.cumsum([np.zeros_like(x), *(values for _, values in layers)], axis=0)
-    lines = [
-        Line(name, k, x, tops[k + 1], "area", values, tops[k], LAYER_OPACITIES[k % len(LAYER_OPACITIES)])
-        for k, (name, values) in enumerate(layers)
-    ]
-    return Chart(title, unit, lines, axis, Axis(0.0, float(tops[-1].max(initial=0.0)) * 1.05 or 1.0))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from launcher.report.charts.chart import DASHED, FILLED, Chart, Line
+from launcher.report.charts.chart import DASHED, Chart, Line
 from launcher.report.curve import FloatArray
 
 KEY_WIDTH = 36  # pixels, of a line in the legend: more than one period of its dashes
@@ -67,14 +67,13 @@ def _behind(chart: Chart) -> Iterator[str]:
 def _path(chart: Chart, line: Line) -> str:
     style = line.drawn_as
     # A line of length 0 with round ends is a dot.
-    end = "h0" if style in ("dots", "cross") else "Z" if style in FILLED else ""
+    end = "h0" if style in ("dots", "cross") else "Z" if style == "bars" else ""
     places = "".join(
         "M" + "L".join(f"{a:g} {b:g}" for a, b in _placed(shape)) + end for shape in chart.shapes(line)
     )
-    values = line.y if line.values is None else line.values
     return (
         f'<path class="s {style}" style="{_look(line)}" d="{places}" '
-        f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(values)}"/>'
+        f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.y)}"/>'
     )
 
 
@@ -86,7 +85,7 @@ def _placed(shape: FloatArray) -> list[list[float]]:
 def _look(line: Line) -> str:
     """Colour, dashes and opacity, for the drawing and for its key in the legend."""
     dashes = f";--d:var(--d{line.color})" if line.style in DASHED else ""
-    opacity = f";--o:{line.opacity:g}" if line.style in FILLED else ""
+    opacity = f";--o:{line.opacity:g}" if line.style == "bars" else ""
     return f"--c:var(--s{line.color}){dashes}{opacity}"
 
 

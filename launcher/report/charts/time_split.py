@@ -1,10 +1,10 @@
-"""Where the time of a step goes: its parts on top of each other over the steps, the averages, the verdict."""
+"""Where the time of a step goes: its parts over the steps, the averages, the verdict."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from launcher.report.charts.chart import stacked, steps_axis
+from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
 from launcher.report.run import Run
@@ -23,15 +23,15 @@ def time_split(run: Run) -> str:
         for title, ms in times_ms.items()
     ]
     rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
-    return paragraph(shares.verdict) + _areas(run) + table("Time of a step by part", rows)
+    return paragraph(shares.verdict) + _lines(run) + table("Time of a step by part", rows)
 
 
-def _areas(run: Run) -> str:
-    points = [run.history.parts_ms[part].means() for part in PARTS]
-    x = points[0][0]
+def _lines(run: Run) -> str:
+    lines = [
+        Line(TITLES[part], color, *run.history.parts_ms[part].means()) for color, part in enumerate(PARTS)
+    ]
+    x, values = lines[0].x, np.concatenate([line.y for line in lines])
     if x.size < 2:
         return ""
-    layers = [(TITLES[part], y) for part, (_, y) in zip(PARTS, points, strict=True)]
-    if not np.isfinite([y for _, y in layers]).all():
-        return ""
-    return markup(stacked("Time of a step", "ms", x, layers, steps_axis(float(x[-1]))))
+    axis = axis_of(values, base=1, from_zero=True)
+    return markup(Chart("Time of a step", "ms", lines, steps_axis(float(x[-1])), axis))

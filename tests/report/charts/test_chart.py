@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from launcher.report.charts.chart import Axis, Chart, Line, axis_of, stacked
+from launcher.report.charts.chart import Axis, Chart, Line, axis_of
 from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
 from launcher.report.run_groups import NUM_COLORS
@@ -36,13 +36,6 @@ def test_lines_differ_in_their_dashes_too_and_the_legend_shows_the_same(style):
     assert len(set(dashes)) == NUM_COLORS
     (rule,) = [line for line in css.splitlines() if "stroke-dasharray: var(--d)" in line]
     assert f".s.{style}" in rule
-
-
-def test_areas_on_top_of_each_other_differ_in_their_opacity_too():
-    text = markup(stacked("Time", "ms", X, [(name, X + 1) for name in "abcd"], Axis(0, 3)))
-    drawn = re.findall(r'class="s area" style="[^"]+--o:([.\d]+)"', text)
-    assert re.findall(r'class="key area" style="[^"]+--o:([.\d]+)"', text) == drawn
-    assert len(set(drawn)) == 4
 
 
 def test_values_whose_span_is_infinite_have_an_axis() -> None:
