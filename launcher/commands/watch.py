@@ -1,9 +1,8 @@
 """`watch`: follows a run or a sweep from its files, live, also one that somebody else has started.
 
 Writes nothing into the run and imports no torch. Ends when the run ends, with its exit code, or with 1 where
-it was killed and could write none. Of a sweep with the first code that is not 0; of one that compares
-precisions, as `compare` itself, 5 is a finding and no failure. Ctrl-C leaves with 130, the end of a pipe's
-reader with 0; the run continues.
+it was killed and could write none; of a sweep with the first code that is not 0. Ctrl-C leaves with 130, the
+end of a pipe's reader with 0; the run continues.
 
 On a terminal the view is drawn by rich; where rich is not installed, there is a line every 10 seconds, as in
 a pipe.

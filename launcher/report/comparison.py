@@ -20,7 +20,7 @@ from launcher.config.messages import program
 from launcher.errors import counted
 from launcher.report.precision_comparison import markdown_page
 from launcher.report.reading import sweep_of
-from launcher.report.run import MARKS, Run, is_run, overrides_of
+from launcher.report.run import MARKS, Run, is_run
 from launcher.report.run_groups import (
     REPEATED,
     RunGroup,
@@ -104,15 +104,8 @@ def ended_early(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> l
     return ["\n".join(lines)] if lines else []
 
 
-def compares_precisions(directories: Sequence[Path]) -> bool:
-    """Whether the runs in these directories differ in their precision, and in nothing else but the seed.
-
-    Raises OSError.
-    """
-    return only_precision([overrides_of(directory) for directory in directories])
-
-
 def only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
+    """Whether runs with these overrides differ in their precision, and in nothing else but the seed."""
     keys = varied(overrides)
     return "precision" in keys and set(keys) <= {"precision", REPEATED}
 

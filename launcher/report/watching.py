@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.config.messages import program
-from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
-from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
+from launcher.errors import PRUNED, TO_RESUME, counted, listed
+from launcher.report.comparison import TABLE, job_directories, jobs_of
 from launcher.report.event_history import HistoryReader
 from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import sweep_of, text_of
@@ -119,10 +119,8 @@ class SweepView:
 
     @property
     def exit_code(self) -> int:
-        """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
-        directories = [run.directory for run in self._runs.values()]
-        findings = (0, PRUNED, DIVERGED) if compares_precisions(directories) else (0, PRUNED)
-        failed = (code for run in self._runs.values() if (code := run.exit_code) not in findings)
+        """The first code of a job that failed."""
+        failed = (code for run in self._runs.values() if (code := run.exit_code) not in (0, PRUNED))
         return next(failed, 1 if self._rest() else 0)
 
     def _waiting(self) -> int:

@@ -245,24 +245,6 @@ def test_a_sweep_ends_with_the_first_code_that_is_not_0(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == "3 jobs: 1 done, 2 failed"
 
 
-@pytest.mark.parametrize(
-    ("values", "codes", "exit_code"),
-    [
-        (["precision=fp32", "precision=pure_fp16"], (0, 5), 0),
-        (["precision=fp32\noptim.lr=1", "precision=fp16\noptim.lr=2"], (0, 5), 5),
-    ],
-)
-def test_in_a_comparison_of_precisions_a_divergence_is_a_finding(tmp_path, capsys, values, codes, exit_code):
-    for number, (value, code) in enumerate(zip(values, codes, strict=True)):
-        directory = tmp_path / f"{number}_job"
-        directory.mkdir()
-        (directory / "overrides.txt").write_text(f"recipe=resnet18\n{value}\n")
-        write_status(directory, "failed" if code else "done", exit=code, age_s=0.0)
-    (tmp_path / "summary.md").touch()
-    assert main(["watch", str(tmp_path)]) == exit_code
-    assert f"{sum(map(bool, codes))} failed" in capsys.readouterr().out
-
-
 WITHOUT_TORCH = """
 import sys
 from launcher.cli import main
