@@ -16,7 +16,6 @@ from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
 from launcher.errors import ConfigError, StorageError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
-from launcher.os.stdio import say
 
 
 def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
@@ -44,7 +43,7 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]
-        runs = [Run.read(directory, warn) for directory in run_directories(directories)]
+        runs = [Run.read(directory) for directory in run_directories(directories)]
         own = directories[0] / REPORT if len(directories) == 1 else Path(REPORT)
         place = Path(arguments.flags.get("--out") or own)
         if place == Path(REPORT) and place.exists() and GENERATOR not in place.read_text(errors="replace"):
@@ -87,7 +86,3 @@ def run_directories(directories: Sequence[Path]) -> list[Path]:
 
     found = (job_directories(each) if is_sweep(each) else [each] for each in directories)
     return list({run.resolve(): run for run in itertools.chain.from_iterable(found)}.values())
-
-
-def warn(text: str) -> None:
-    say(f"warning: {text}", sys.stderr)

@@ -6,11 +6,13 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from launcher.config.codec import decoded
+from launcher.os.stdio import say
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import RESULT, SWEEP
 from launcher.run_dir.result import Result
@@ -18,14 +20,15 @@ from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
 
 MAX_TEXT = 20_000  # characters of one text of a run on a page
-Warn = Callable[[str], None]
 
 
-def silent(text: str) -> None:
-    """Warn of nothing: callers pass it that have already warned."""
+@cache
+def warn(text: str) -> None:
+    """Print a warning, once: `watch` reads the files again and again."""
+    say(f"warning: {text}", sys.stderr)
 
 
-def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, object]:
+def json_of(run_dir: Path, name: str) -> dict[str, object]:
     """A JSON object of the run, empty where there is none. Raises OSError."""
     path = run_dir / name
     if not path.exists():
@@ -46,14 +49,14 @@ def sweep_of(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def result_of(run_dir: Path, warn: Warn = silent) -> Result:
+def result_of(run_dir: Path) -> Result:
     """result.json; blank without one. Raises OSError."""
-    return decoded(Result, json_of(run_dir, RESULT, warn))
+    return decoded(Result, json_of(run_dir, RESULT))
 
 
-def status_of(run_dir: Path, warn: Warn = silent) -> Status:
+def status_of(run_dir: Path) -> Status:
     """status.json; without a state where there is none. Raises OSError."""
-    return decoded(Status, {"state": "", **json_of(run_dir, STATUS, warn)})
+    return decoded(Status, {"state": "", **json_of(run_dir, STATUS)})
 
 
 def text_of(path: Path) -> str:

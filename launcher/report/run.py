@@ -15,7 +15,7 @@ from launcher.config.codec import decoded
 from launcher.config.schema import typed_leaves
 from launcher.errors import counted, first_line
 from launcher.report.event_history import EventHistory, read_history
-from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
+from launcher.report.reading import json_of, result_of, status_of, text_of, warn
 from launcher.report.run_state import ENDED, GOING, RunState
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
@@ -47,7 +47,7 @@ class Run:
     classification_report: str = ""
 
     @classmethod
-    def read(cls, run_dir: Path, warn: Warn = silent) -> Run:
+    def read(cls, run_dir: Path) -> Run:
         """Read the files. Raises OSError."""
         process = process_of(run_dir)
         history = read_history(run_dir)
@@ -55,30 +55,25 @@ class Run:
             warn(f"{run_dir / FILE_NAME} is damaged: left out {counted(history.num_damaged, 'line')}")
         config_text = text_of(run_dir / CONFIG)
         return replace(
-            cls.followed(run_dir, history, process, warn=warn),
-            environment=json_of(run_dir, ENVIRONMENT, warn),
+            cls.followed(run_dir, history, process),
+            environment=json_of(run_dir, ENVIRONMENT),
             config_text=config_text,
-            config=_flat(config_text, run_dir, warn),
+            config=_flat(config_text, run_dir),
             overrides=overrides_of(run_dir),
             classification_report=text_of(run_dir / "classification_report.txt"),
         )
 
     @classmethod
     def followed(
-        cls,
-        run_dir: Path,
-        history: EventHistory,
-        process: Process,
-        now: float | None = None,
-        warn: Warn = silent,
+        cls, run_dir: Path, history: EventHistory, process: Process, now: float | None = None
     ) -> Run:
         """What changes while a run is under way: no config, environment or report. Raises OSError.
 
         `process` is that of the run, found before `history` was read.
         """
-        status, result = status_of(run_dir, warn), decoded(Result, {})
+        status, result = status_of(run_dir), decoded(Result, {})
         if status.state not in GOING:  # while it goes on, a result.json is of an earlier process
-            result = result_of(run_dir, warn)
+            result = result_of(run_dir)
         if not status.state and result.state in ENDED:  # the other file was not copied along
             status = Status(state=result.state, exit=result.exit, step=result.steps or 0)
         now = time.time() if now is None else now
@@ -202,7 +197,7 @@ def process_of(run_dir: Path) -> Process:
     return holder, None if holder is None else holder.has_ended
 
 
-def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
+def _flat(text: str, run_dir: Path) -> dict[str, str]:
     """config.yaml by dotted keys; empty where it cannot be read."""
     import yaml
 

@@ -58,7 +58,7 @@ def write_files(run_dir: Path, result: Result, confusion: Confusion | None, tele
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
     """Write report.html from the files of the run alone. A failure is a warning."""
     try:
-        page.write_report(Run.read(run_dir, telemetry.warn))
+        page.write_report(Run.read(run_dir))
     except Exception as error:  # a page must not fail a run that is complete
         telemetry.warn(f"{records.REPORT} could not be drawn: {described(error)}")
 
