@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,15 +18,6 @@ Kind = TypeVar("Kind", bound=events.Event)
 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
-BEFORE_START = (events.DecisionEvent, events.WarningEvent, events.RestartEvent)  # of a process
-
-
-@dataclass
-class Attempt:
-    """One process of the run, from its `start` to its last event, in unix seconds."""
-
-    began: float
-    ended: float
 
 
 class EventHistory:
@@ -41,7 +31,7 @@ class EventHistory:
         self.other_sets: dict[str, Curve] = {}
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
-        self.attempts: list[Attempt] = []
+        self.began: float | None = None  # the first process of the run, in unix seconds
         self.last_time: float | None = None  # of an event, in unix seconds
         self.num_damaged = 0  # lines of the file
         self._events: dict[type[events.Event], list[events.Event]] = {}  # but for those of steps
@@ -79,30 +69,24 @@ class EventHistory:
     def add(self, records: Iterable[Record]) -> None:
         """Add events; those of a kind that is not known are left out."""
         for record in records:
+            time = record.get("time")
+            if isinstance(time, int | float) and math.isfinite(time):
+                self.last_time = float(time)
             if record["event"] == events.StepEvent.kind:
                 self._add_step(record)
-                self._extend_attempt(record.get("time"))
             elif (event := events.event_of(record)) is not None:
                 self._events.setdefault(type(event), []).append(event)
                 self._add(event)
 
     def _add(self, event: events.Event) -> None:
-        if isinstance(event, events.StartEvent):
-            self.attempts.append(Attempt(event.time, event.time))
-        if not isinstance(event, BEFORE_START):
-            self._extend_attempt(event.time)
-        if isinstance(event, events.EvalEvent):
+        if isinstance(event, events.StartEvent) and self.began is None:
+            self.began = event.time
+        elif isinstance(event, events.EvalEvent):
             self._add_evaluation(event)
         elif isinstance(event, events.OverflowEvent):
             self.skips.add(event.step, event.scale)
         elif isinstance(event, events.GpuEvent):
             self._add_gpu(event)
-
-    def _extend_attempt(self, time: object) -> None:
-        if isinstance(time, int | float) and math.isfinite(time):
-            self.last_time = float(time)
-            if self.attempts:
-                self.attempts[-1].ended = self.last_time
 
     def _add_step(self, record: Record) -> None:
         self._step, step = record, record["step"]

@@ -126,7 +126,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
 def _restarts(run: Run) -> str:
     """Each restart and each end that was not done, with its reason."""
     history = run.history
-    began = history.attempts[0].began if history.attempts else math.nan
+    began = math.nan if history.began is None else history.began
     what: list[tuple[events.Event, str]] = [
         *(
             (each, f"resumed from {each.path} (attempt {each.attempt})")

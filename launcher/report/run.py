@@ -7,7 +7,6 @@ warning.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,20 +109,10 @@ class Run:
 
     @property
     def metric_name(self) -> str | None:
-        """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
-        names = list(self.history.evaluations)
-        named = self.result.metric_name or self._compared_by(names)
-        if named and (not names or self.history.evaluation(named) is not None):
-            return named
-        others = [name for name in names if name != "val_loss" and not name.startswith("train_")]
-        return next(iter([*others, *(name for name in names if name == "val_loss")]), None)
-
-    def _compared_by(self, evaluated: Sequence[str]) -> str | None:
-        """What the recipe names, before there is a result."""
-        start = self.history.last(StartEvent)
-        if not evaluated or start is None:
-            return None
-        return start.monitor or ("accuracy" if "accuracy" in evaluated else "val_loss")
+        """What runs are compared by: what the recipe names, else the accuracy, else the loss."""
+        start, evaluated = self.history.last(StartEvent), self.history.evaluations
+        named = self.result.metric_name or (start.monitor if start else None)
+        return named or next((name for name in ("accuracy", "val_loss") if name in evaluated), None)
 
     @property
     def metric(self) -> float | None:
@@ -153,11 +142,11 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Training time; of a run without a result, what its attempts took."""
-        if self.result.training_seconds is not None:
+        """Training time; of a run without a result, the time since its first start."""
+        began, last = self.history.began, self.history.last_time
+        if self.result.training_seconds is not None or began is None or last is None:
             return self.result.training_seconds
-        spent = [attempt.ended - attempt.began for attempt in self.history.attempts]
-        return sum(value for value in spent if value > 0) or None
+        return last - began
 
     @property
     def samples_per_s(self) -> float | None:

@@ -268,6 +268,4 @@ def record_of(event: Event) -> dict[str, Any]:
 def event_of(record: Mapping[str, Any]) -> Event | None:
     """The event of a record that has at least `event` and `step`; None for a kind that is not known."""
     kind = KINDS.get(record["event"])
-    if kind is EvalEvent and "loss" in record:  # its name until November 2026
-        record = {"val_loss" if key == "loss" else key: value for key, value in record.items()}
     return None if kind is None else decoded(kind, {k: v for k, v in record.items() if k != "event"})

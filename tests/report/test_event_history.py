@@ -40,18 +40,15 @@ def test_the_averages_of_the_time_are_those_of_the_console():
     assert history_of().time_shares is None
 
 
-def test_processes_of_a_run_are_told_apart():
+def test_a_run_lasts_from_its_first_start_to_its_last_event():
     found = history_of(
         {"event": "decision", "time": 1.0, "step": 0, "topic": "a", "text": "b"},
         {"event": "start", "time": 2.0, "step": 0},
-        step(1, time=3.0),
         step(2, time=9.0),
-        {"event": "decision", "time": 50.0, "step": 2, "topic": "a", "text": "b"},
-        {"event": "restart", "time": 51.0, "step": 2, "attempt": 1},
         {"event": "start", "time": 52.0, "step": 2},
         step(3, time=60.0),
     )
-    assert [(each.began, each.ended) for each in found.attempts] == [(2.0, 9.0), (52.0, 60.0)]
+    assert (found.began, found.last_time) == (2.0, 60.0)
 
 
 def test_each_gpu_has_its_curves(tmp_path):
@@ -68,11 +65,6 @@ def test_a_metric_that_is_named_like_one_of_another_set_has_a_curve_of_its_own()
     evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "val_loss": 0.5}
     found = history_of({**evaluation, "set": "a", "b/f1": 0.25}, {**evaluation, "set": "b", "f1": 0.75})
     assert (found.evaluations["b/f1"].last, found.other_sets["b/f1"].last) == (0.25, 0.75)
-
-
-def test_the_validation_loss_of_an_older_file_is_shown():
-    found = history_of({"event": "eval", "time": 1.0, "step": 4, "epoch": 0, "loss": 0.5, "f1": 0.75})
-    assert {name: curve.last for name, curve in found.evaluations.items()} == {"val_loss": 0.5, "f1": 0.75}
 
 
 def test_a_run_that_is_resumed_from_an_earlier_step_is_read_again(tmp_path):
