@@ -61,6 +61,10 @@ class Curve:
         return self.num_points > 2 * COLUMNS
 
     @property
+    def values(self) -> Sequence[float]:
+        return self._y
+
+    @property
     def last(self) -> float | None:
         """The value at the largest x."""
         return self._y[-1] if self._y else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import ConfigError
+from launcher.report.event_history import HistoryReader
 from launcher.run_dir.records import METRICS
-from launcher.sweep.asha import Evaluations, Pruner
+from launcher.sweep.asha import Pruner, compared
 from launcher.sweep.state import JobState, SweepJob
 
 START = {"event": "start", "time": 0, "step": 0, "monitor": None}
@@ -70,10 +70,6 @@ def test_jobs_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
         assert pruner.to_prune([SweepJob(number, f"{number}", (), state=JobState.RUNNING)]) == []
 
 
-def test_a_value_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
-    assert verdicts(tmp_path, 0.5, math.nan) == [1]
-
-
 def test_without_optuna_pruning_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"sweep\.prune=asha needs Optuna: pip install"):
@@ -81,9 +77,8 @@ def test_without_optuna_pruning_says_how_to_install_it(tmp_path: Path, monkeypat
 
 
 def test_evaluations_are_read_as_they_are_written(tmp_path: Path) -> None:
-    found = Evaluations(tmp_path / "job")
-    found.poll()
-    assert found.costs == []
+    reader = HistoryReader(tmp_path / "job")
+    assert compared(reader.poll())[2] == ()
     write(
         tmp_path / "job",
         START,
@@ -91,20 +86,16 @@ def test_evaluations_are_read_as_they_are_written(tmp_path: Path) -> None:
         {"event": "step", "time": 0, "step": 6, "loss": 3.0},
     )
     write(tmp_path / "job", evaluation(10, accuracy=0.75), end="")
-    found.poll()
-    assert found.costs == [-0.5], "the second line is not whole"
+    assert compared(reader.poll()) == ("accuracy", True, [0.5]), "the second line is not whole"
     write(tmp_path / "job", end="\n")
-    write(tmp_path / "job", evaluation(10, accuracy=0.75), evaluation(15, accuracy=None))
-    found.poll()
-    assert found.costs == [-0.5, -0.75, math.inf], "a resumed job repeats an evaluation"
+    assert compared(reader.poll()) == ("accuracy", True, [0.5, 0.75])
     os.truncate(tmp_path / "job" / METRICS, 0)
     write(tmp_path / "job", START, evaluation(20, accuracy=0.25), *[START] * 9)
-    found.poll()
-    assert found.costs == [-0.5, -0.75, math.inf, -0.25], "its file was cut and is longer again"
+    assert compared(reader.poll()) == ("accuracy", True, [0.25]), "its file was cut and is longer again"
 
 
 @pytest.mark.parametrize(
-    ("monitor", "expected"), [("val_loss", [1.0]), ("b/f1", [-0.25]), ("f1", [-0.5]), ("error", [0.125])]
+    ("monitor", "expected"), [("val_loss", [1.0]), ("b/f1", [0.25]), ("f1", [0.5]), ("error", [0.125])]
 )
 def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, monitor: str, expected) -> None:
     better = {"higher_is_better": {"f1": True, "error": False}}
@@ -114,9 +105,8 @@ def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, monitor
         evaluation(5, set="a", f1=0.5, error=0.125, **better),
         evaluation(5, set="b", f1=0.25, error=0.5, **better),
     )
-    found = Evaluations(tmp_path / "job")
-    found.poll()
-    assert found.costs == expected
+    name, higher_is_better, values = compared(HistoryReader(tmp_path / "job").poll())
+    assert (name, higher_is_better, values) == (monitor, monitor.endswith("f1"), expected)
 
 
 def test_a_sweep_that_continues_prunes_by_what_its_jobs_have_shown(tmp_path: Path) -> None:
