@@ -20,17 +20,20 @@ from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, listed
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, SWEEP, as_typed_config
-from launcher.sweep.state import SweepJob, SweepState, recover, refuse_changes, refuse_foreign, write_job
+from launcher.sweep.state import SweepJob, SweepState, recover, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
 ROOT = Path("multirun")
 RESUME = "sweep.resume"
 AUTO, NEVER = "auto", "never"
+# Sections that do not change what a job learns; overrides of others are those of one sweep.
+NO_RESULT = ("hydra", "sweep", "run", "tracker", "telemetry", "checkpoint", "recipes", "launch")
+SHOWN = 5  # differences in an error
 NAME_LENGTH = 100  # characters of a job's folder: file systems allow 255 bytes, a terminal shows this many
 
 
@@ -64,7 +67,7 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
     with _writing(directory), locked(directory, DIRECTORY):
         clear_away(directory)
         of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=is_grid)]
-        record = _record(request, directory, jobs, of_jobs, configs[0].sweep.resume)
+        record = _record(request, directory, jobs, configs[0].sweep.resume)
         for job, config in zip(record.jobs, of_jobs, strict=is_grid):
             made(directory / job.name)
             write_job(config, job.overrides)
@@ -123,9 +126,7 @@ def place(config: Config, directory: Path, job: SweepJob) -> Config:
     return in_sweep(with_environment(own, job.overrides, os.environ), job.name, job.number)
 
 
-def _record(
-    request: Request, directory: Path, jobs: Sequence[SweepJob], configs: Sequence[Config], resume: str
-) -> SweepState:
+def _record(request: Request, directory: Path, jobs: Sequence[SweepJob], resume: str) -> SweepState:
     """The record of a new sweep, or of the one in the directory, ready to continue."""
     if (directory / SWEEP).exists():
         if resume == NEVER:
@@ -133,15 +134,28 @@ def _record(
             others = f"leave {DIRECTORY} out for a new one, or continue it: {RESUME}={AUTO}"
             raise ConfigError(f"{problem}. Choose another directory, {others}.")
         record = SweepState.read(directory)
-        if configs:
-            names = [job.name for job in jobs]
-            refuse_changes(record, directory, dict(zip(names, configs, strict=True)))
+        refuse_another_sweep(record, directory, request.overrides)
         recover(record, directory)
         record.write(directory)
         return record
     record = _new_record(request, directory, jobs)
     record.write(directory, durable=True)  # before any other file: without it the directory is foreign
     return record
+
+
+def refuse_another_sweep(record: SweepState, directory: Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError unless the sweep in this directory has these overrides, but for `NO_RESULT`."""
+    there, here = (
+        {line for line in lines if re.split("[.=]", line, maxsplit=1)[0] not in NO_RESULT}
+        for lines in (record.overrides, overrides)
+    )
+    found = [f"{line} is there and not here" for line in sorted(there - here)]
+    found += [f"{line} is here and not there" for line in sorted(here - there)]
+    if found:
+        again = f"To continue that one, give no other words: -m {directory_override(RESUME, directory)}"
+        other = f"For this one, choose another directory with {DIRECTORY}=DIR"
+        differences = listed(found, SHOWN, "; ")
+        raise ConfigError(f"{directory} holds another sweep. {again}. {other}. What differs: {differences}.")
 
 
 def _new_record(request: Request, directory: Path, jobs: Sequence[SweepJob]) -> SweepState:

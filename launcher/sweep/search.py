@@ -19,9 +19,8 @@ from launcher.config.resolve import compose_one, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Dimension, Space, distribution, value_of
 from launcher.errors import ConfigError, first_line
-from launcher.run_dir.records import JOB
 from launcher.sweep.prepare import is_setting, job_name, made, place
-from launcher.sweep.state import JobState, SweepJob, SweepState, differences, refuse_differences, write_job
+from launcher.sweep.state import JobState, SweepJob, SweepState, write_job
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -114,16 +113,12 @@ class Searching:
         devices_of: Callable[[Config], int],
         has_capacity: Callable[[SweepJob], bool],
     ) -> None:
-        """`sample` is the config of any job, `has_capacity` is the launcher's.
-
-        Raises ConfigError for the directory of another search.
-        """
+        """`sample` is the config of any job, `has_capacity` is the launcher's."""
         self._directory, self._record = directory, record
         self._devices_of, self._has_capacity = devices_of, has_capacity
         self._composer, self._space = Composer(request), space_of(request.overrides)
         self._jobs = record.jobs = [*record.jobs]
         self._settings = tuple(line for line in request.overrides if is_setting(line))
-        self._refuse_another_search(request.overrides)
         self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
         self._seed, self._trials = sample.seed, sample.sweep.stop.max_trials or math.inf
         # What the launcher is asked about before a job is drawn: one drawn later has more results to go by.
@@ -159,18 +154,3 @@ class Searching:
         # Before it starts: a process that continues the sweep must not draw another job with this number.
         self._record.write(self._directory)
         return job
-
-    def _refuse_another_search(self, overrides: Sequence[str]) -> None:
-        """Raise ConfigError unless the jobs of the record are of this space and this base config."""
-
-        def of_jobs(lines: Sequence[str]) -> set[str]:
-            return {line for line in lines if not (is_setting(line) or line.startswith("hydra."))}
-
-        there, here = of_jobs(self._record.overrides), of_jobs(overrides)
-        found = [f"{line} is there and not here" for line in sorted(there - here)]
-        found += [f"{line} is here and not there" for line in sorted(here - there)]
-        first = next((job for job in self._jobs if (self._directory / job.name / JOB).exists()), None)
-        if first is not None and not found:
-            config = compose_one(self._composer, (*first.overrides, *self._settings))
-            found = differences(self._directory / first.name, config)
-        refuse_differences(self._directory, found)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from pathlib import Path
 
 from launcher.config.codec import decoded, encoded
-from launcher.config.messages import directory_override, shortened, to_override
-from launcher.config.schema import Config, leaves
+from launcher.config.schema import Config
 from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
@@ -26,10 +25,6 @@ from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
-
-SHOWN, LONGEST = 5, 120  # differences in an error, and the characters of each
-NOT_LEARNED_FROM = {"run", "sweep", "tracker", "telemetry", "checkpoint", "recipes", "launch"}
-NOT_LEARNED_FROM |= {"ddp.check_replicas_every_steps"}
 
 
 class JobState(StrEnum):
@@ -167,27 +162,6 @@ def recover(record: SweepState, directory: Path) -> None:
         job.failures = 0
 
 
-def refuse_changes(record: SweepState, directory: Path, planned: Mapping[str, Config]) -> None:
-    """Raise ConfigError unless the jobs of a command, by name, are those of the sweep in this directory."""
-    there = {job.name for job in record.jobs}
-    found = [f"{name} is new" for name in planned if name not in there]
-    found += [f"{job.name} is missing" for job in record.jobs if job.name not in planned]
-    for name, config in planned.items():
-        if name in there and (directory / name / JOB).exists():
-            found += differences(directory / name, config)
-    refuse_differences(directory, list(dict.fromkeys(found)))
-
-
-def refuse_differences(directory: Path, found: Sequence[str]) -> None:
-    """Raise ConfigError with what differs between a command and the sweep in this directory, if anything."""
-    if found:
-        differences = listed([shortened(each, LONGEST) for each in found], SHOWN, "; ")
-        resume = directory_override("sweep.resume", directory)
-        again = f"To continue that one, give no other words: -m {resume}"
-        other = "For this one, choose another directory with hydra.sweep.dir=DIR"
-        raise ConfigError(f"{directory} holds another sweep. {again}. {other}. What differs: {differences}.")
-
-
 def refuse_foreign(directory: Path) -> None:
     """Raise ConfigError for the directory of something else, before anything is written to it."""
     if foreign := foreign_to_a_run(directory):
@@ -215,21 +189,6 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
         raise ConfigError(f"{problem}. Give the folder of a job of a sweep.") from error
     placed = replace(config, run=replace(config.run, dir=str(directory.absolute())))
     return placed, tuple(map(str, overrides))
-
-
-def differences(directory: Path, config: Config) -> list[str]:
-    """What differs between job.json and `config`, and matters to a result. Raises ConfigError.
-
-    What a run learns from matters, with the number of epochs and steps, and of workers.
-    """
-    there, here = (dict(leaves(as_typed_config(each))) for each in (read_job(directory)[0], config))
-    keys = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    keys = [
-        key for key in keys if key == "launch.nproc" or not NOT_LEARNED_FROM & {key, key.partition(".")[0]}
-    ]
-    return [
-        f"{key} is {to_override(there.get(key))} there and {to_override(here.get(key))} here" for key in keys
-    ]
 
 
 def _last_sign(directory: Path, started: float | None) -> float:

@@ -16,7 +16,8 @@ from launcher.errors import ConfigError
 from launcher.run_dir.lock import locked
 from launcher.sweep.launchers import command_of
 from launcher.sweep.launchers.slurm import Submitted
-from launcher.sweep.state import JobState, SweepJob, SweepState, differences, read_job, record_job, write_job
+from launcher.sweep.prepare import refuse_another_sweep
+from launcher.sweep.state import JobState, SweepJob, SweepState, read_job, record_job, write_job
 from tests.configs import composed
 from tests.limits import at_most
 from tests.sweep.launchers.jobs import ENDLESS, have_saved, jobs_in
@@ -67,13 +68,11 @@ def test_a_key_of_another_version_is_refused(tmp_path) -> None:
         read_job(tmp_path)
 
 
-def test_what_a_result_depends_on_is_compared(tmp_path) -> None:
-    write_job(placed(composed(*WORDS), tmp_path), WORDS)
-    other = composed(
-        *WORDS, "optim.lr=0.2", "train.epochs=3", "tracker.mode=online", "launch.hang_timeout_s=3"
-    )
-    found = differences(tmp_path, other)
-    assert found == ["train.epochs is 12 there and 3 here", "optim.lr is 0.1 there and 0.2 here"]
+def test_a_sweep_continues_with_the_overrides_that_change_a_result(tmp_path) -> None:
+    record = SweepState([], ("recipe=cnn", "seed=0,1", "tracker=none"))
+    refuse_another_sweep(record, tmp_path, ("recipe=cnn", "seed=0,1", "tracker=wandb", "launch.nproc=2"))
+    with pytest.raises(ConfigError, match=r"seed=0,1 is there and not here; optim\.lr=1 is here"):
+        refuse_another_sweep(record, tmp_path, ("recipe=cnn", "optim.lr=1"))
 
 
 def test_a_job_that_is_run_by_itself_is_recorded_in_the_sweep_unless_that_runs(tmp_path) -> None:

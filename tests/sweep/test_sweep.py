@@ -180,8 +180,8 @@ def test_a_finished_sweep_is_left_and_another_is_refused(tmp_path: Path, capsys,
     assert "sweep: 2 of 2 jobs done" in capsys.readouterr().out
     assert digests(tmp_path) == before
     for other, difference in (
-        ("optim.lr=0.3", "optim.lr is 0.1 there and 0.3 here"),
-        ("seed=0,1,2", "2_seed=2 is new"),
+        ("optim.lr=0.3", "optim.lr=0.3 is here and not there"),
+        ("seed=0,1,2", "seed=0,1,2 is here and not there"),
     ):
         with Parent(tmp_path, *words, other, nproc=1, name="other") as parent:
             assert parent.end(60) == 2
