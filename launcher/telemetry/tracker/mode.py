@@ -1,7 +1,7 @@
 """wandb's mode (online, offline, none), decided with its reason before wandb is imported.
 
-Owns the search for credentials and the probe of the server, both within a time limit. Imports no tracker, and
-checks only that a key exists.
+Owns the search for credentials. Imports no tracker, and checks only that a key exists: that a server does not
+answer is found in the tracker's thread, which then continues offline.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import configparser
 import netrc
 import os
 import shlex
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,11 +18,8 @@ from urllib.parse import urlsplit
 from launcher.config.messages import tool
 from launcher.config.schema import TrackerConfig
 
-PROBE_S = 2.0  # wandb itself takes 18 s to find out that a server cannot be reached, with init_timeout=8
 DEFAULT_SERVER = "https://api.wandb.ai"
 NO_KEY = "no API key"
-
-Probe = Callable[[str], str | None]  # server URL -> why it cannot be used, or None
 
 
 @dataclass(frozen=True)
@@ -38,11 +34,10 @@ class Decision:
         return f"{self.mode}: {self.reason}"
 
 
-def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | None = None) -> Decision:
-    """Decide the mode. Takes at most `PROBE_S` seconds, and none if the config or a missing key decides it.
+def decide(tracker: TrackerConfig, environ: Mapping[str, str]) -> Decision:
+    """Decide the mode. An explicit one in the config takes precedence over WANDB_MODE.
 
-    An explicit mode in the config takes precedence over WANDB_MODE. In every mode, a server that cannot be
-    used means offline: tracking never stops a run.
+    In every mode, a missing key means offline: tracking never stops a run.
     """
     asked = Decision(tracker.mode, f"tracker.mode={tracker.mode}")
     settled = _mode_of(environ) if tracker.mode == "auto" else asked
@@ -53,42 +48,12 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
     source = _key_source(environ, settings, server)
     if source is None:
         return Decision("offline", f"{NO_KEY}; {tool('wandb')} login stores one")
-    trouble = (probe or probe_server)(server)
-    if trouble is not None:
-        return Decision("offline", f"{server} {trouble}")
-    return Decision("online", f"API key from {source}, {server} answers")
+    return Decision("online", f"API key from {source}")
 
 
 def sync_command(directory: Path) -> str:
     """The command that uploads an offline run."""
     return f"{tool('wandb')} sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
-
-
-def probe_server(server: str, timeout_s: float = PROBE_S) -> str | None:
-    """Request one page without credentials. Returns the problem, or None after any HTTP response."""
-    outcome: list[str | None] = []
-    # In a thread: no timeout covers name resolution or a server that responds byte by byte.
-    thread = threading.Thread(target=lambda: outcome.append(_ask(server, timeout_s)), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return outcome[0] if outcome else f"did not answer within {timeout_s:g} s"
-
-
-def _ask(server: str, timeout_s: float) -> str | None:
-    import http.client
-    import urllib.error
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(f"{server.rstrip('/')}/healthz", timeout=timeout_s):
-            return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        return None  # a server that refuses this page is reachable
-    except TimeoutError:
-        return f"did not answer within {timeout_s:g} s"
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"cannot be reached: {error.reason if isinstance(error, urllib.error.URLError) else error}"
 
 
 def _mode_of(environ: Mapping[str, str]) -> Decision | None:

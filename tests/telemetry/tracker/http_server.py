@@ -42,9 +42,6 @@ class Server:
             connection.close()
 
 
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
 def closed_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
