@@ -16,7 +16,6 @@ from launcher.errors import counted
 from launcher.report.run import Run
 from launcher.report.run_groups import OfRun, RunGroup
 from launcher.telemetry.formatting import (
-    duration,
     markdown_table,
     markdown_text,
     metric,
@@ -31,7 +30,8 @@ STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 QUANTITY = "quantity"  # the title of the first column
 NOTE = (
     "Mean ± standard deviation over the runs that are done. Differences are those of the pairs of runs with "
-    "one seed, with the 95 % interval of their mean; runs with the same seed count as one."
+    "one seed, with the 95 % interval of their mean; runs with the same seed count as one. Differences of "
+    "shares are percentage points."
 )
 
 
@@ -62,11 +62,11 @@ def comparison_rows(sides: Sequence[RunGroup]) -> list[dict[str, str]]:
     found = [
         {QUANTITY: "runs done"} | {side.label: f"{len(side.done)} of {len(side.runs)}" for side in sides}
     ]
-    for title, of, shown, signed in _quantities(first.metric_name or "val_loss"):
+    for title, of, shown in _quantities(first.metric_name or "val_loss"):
         cells = {QUANTITY: title, first.label: first.mean_std(of, shown)}
         for side in others:
             cells[side.label] = side.mean_std(of, shown)
-            cells[f"{side.label} - {first.label}"] = difference(first, side, of, signed)
+            cells[f"{side.label} - {first.label}"] = difference(first, side, of, shown)
         found.append(cells)
     titles = [QUANTITY, first.label]
     for side in others:
@@ -74,18 +74,19 @@ def comparison_rows(sides: Sequence[RunGroup]) -> list[dict[str, str]]:
     return [{title: row.get(title, "") for title in titles} for row in found]
 
 
-def difference(first: RunGroup, other: RunGroup, of: OfRun, signed: Callable[[float], str]) -> str:
+def difference(first: RunGroup, other: RunGroup, of: OfRun, shown: Callable[[float], str]) -> str:
     """The mean difference of the pairs of runs with one seed, with its interval; a dash without a pair."""
     before, after = by_seed(first, of), by_seed(other, of)
     pairs = [after[seed] - before[seed] for seed in after if seed in before]
     if not pairs:
         return "-"
     mean = statistics.fmean(pairs)
+    signed = f"{'-' if mean < 0 else '+'}{shown(abs(mean))}"
     if len(pairs) == 1:
-        return f"{signed(mean)} (1 seed)"
+        return f"{signed} (1 seed)"
     error = statistics.stdev(pairs) / math.sqrt(len(pairs))
     half = STUDENT_T[min(len(pairs) - 1, len(STUDENT_T)) - 1] * error
-    return f"{signed(mean)} ± {signed(half).lstrip('+')} ({counted(len(pairs), 'seed')})"
+    return f"{signed} ± {shown(half)} ({counted(len(pairs), 'seed')})"
 
 
 def by_seed(side: RunGroup, of: OfRun) -> dict[str, float]:
@@ -97,50 +98,26 @@ def by_seed(side: RunGroup, of: OfRun) -> dict[str, float]:
     return {seed: statistics.fmean(found) for seed, found in values.items()}
 
 
-def _quantities(
-    metric_name: str,
-) -> list[tuple[str, OfRun, Callable[[float], str], Callable[[float], str]]]:
-    """Title, value, text and signed text of each quantity."""
+def _quantities(metric_name: str) -> list[tuple[str, OfRun, Callable[[float], str]]]:
+    """Title, value and text of each quantity."""
+    parts = [(f"... {title}", part_of(part), milliseconds) for part, title in TITLES.items()]
+    loss = ("val_loss", lambda run: run.result.metrics.get("val_loss"), number)
     return [
-        ("training time", lambda run: run.result.training_seconds, duration, _signed_duration),
-        ("time of a step", step_ms, milliseconds, _signed(milliseconds)),
-        *(
-            (f"... {title}", part_of(part), milliseconds, _signed(milliseconds))
-            for part, title in TITLES.items()
-        ),
-        ("... everything else", other_ms, milliseconds, _signed(milliseconds)),
-        ("memory", memory_bytes, size, _signed(size)),
-        ("weights, masters, optimizer", lambda run: run.result.state_bytes, size, _signed(size)),
-        ("sent per step and rank", lambda run: run.result.wire_bytes_per_step, size, _signed(size)),
-        ("skipped steps", lambda run: run.skipped, number, _signed(number)),
-        *(
-            []
-            if metric_name == "val_loss"
-            else [("val_loss", lambda run: run.result.metrics.get("val_loss"), number, _signed(number))]
-        ),
-        (
-            metric_title(metric_name),
-            lambda run: run.result.metric,
-            partial(metric, metric_name),
-            partial(signed_metric, metric_name),
-        ),
+        ("training time", lambda run: run.result.training_seconds, seconds),
+        ("time of a step", step_ms, milliseconds),
+        *parts,
+        ("... everything else", other_ms, milliseconds),
+        ("memory", memory_bytes, size),
+        ("weights, masters, optimizer", lambda run: run.result.state_bytes, size),
+        ("sent per step and rank", lambda run: run.result.wire_bytes_per_step, size),
+        ("skipped steps", lambda run: run.skipped, number),
+        *([] if metric_name == "val_loss" else [loss]),
+        (metric_title(metric_name), lambda run: run.result.metric, partial(metric, metric_name)),
     ]
 
 
-def _signed(shown: Callable[[float], str]) -> Callable[[float], str]:
-    """The text of the size of a difference, after its sign."""
-    return lambda value: f"{'-' if value < 0 else '+'}{shown(abs(value))}"
-
-
-def _signed_duration(seconds: float) -> str:
-    return f"{seconds:+.1f} s"
-
-
-def signed_metric(name: str, difference: float) -> str:
-    """A difference as text with its sign; that of shares in percentage points."""
-    if metric(name, 0.5).endswith("%"):
-        return f"{100 * difference:+.2f} points"
-    return f"{difference:+.4g}"
+def seconds(value: float) -> str:
+    return f"{value:.1f} s"
 
 
 def milliseconds(value: float) -> str:

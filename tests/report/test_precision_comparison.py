@@ -68,24 +68,24 @@ def test_each_quantity_has_means_and_the_paired_difference_with_its_interval() -
     assert found["time of a step"] == ["100 ms ± 0 ms", "50 ms ± 0 ms", "-50 ms ± 0 ms (3 seeds)"]
     assert found["memory"] == ["100.0 MB ± 0 B", "60.0 MB ± 0 B", "-40.0 MB ± 0 B (3 seeds)"]
     interval = 100 * 4.30 * statistics.stdev((0.01, 0.0, 0.02)) / math.sqrt(3)
-    assert found["accuracy"][2] == f"+1.00 points ± {interval:.2f} points (3 seeds)"
+    assert found["accuracy"][2] == f"+1.00 % ± {interval:.2f} % (3 seeds)"
 
 
 def test_one_seed_has_no_interval() -> None:
-    assert cells(side("fp32", 0.9), side("fp16", 0.8))["accuracy"][2] == "-10.00 points (1 seed)"
+    assert cells(side("fp32", 0.9), side("fp16", 0.8))["accuracy"][2] == "-10.00 % (1 seed)"
 
 
 def test_pairs_are_formed_by_seed_and_runs_without_a_partner_left_out() -> None:
     first = side_of("fp32", run_of(1, 0.5), run_of(0, 0.9), run_of(2, 0.7))
     other = side_of("fp16", run_of(0, 0.91), run_of(1, 0.51), run_of(3, 0.1))
-    assert cells(first, other)["accuracy"][2] == "+1.00 points ± 0.00 points (2 seeds)"
+    assert cells(first, other)["accuracy"][2] == "+1.00 % ± 0.00 % (2 seeds)"
     assert cells(first, side_of("fp16", run_of(7, 0.9)))["accuracy"][2] == "-"
 
 
 def test_runs_with_one_seed_are_repetitions_and_no_seeds() -> None:
     first = side_of("fp32", run_of(0, 0.8), run_of(0, 0.9))
     other = side_of("fp16", run_of(0, 0.9), run_of(0, 0.9))
-    assert cells(first, other)["accuracy"][2] == "+5.00 points (1 seed)"
+    assert cells(first, other)["accuracy"][2] == "+5.00 % (1 seed)"
 
 
 def test_the_page_names_what_bounds_a_step_and_what_failed() -> None:
