@@ -145,17 +145,9 @@ def run_screen(view: RunView) -> list[str]:
 def run_line(view: RunView) -> str:
     """One line, for pipes and logs."""
     record = view.record
-    parts = [
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.life.now)),
-        state_of(view),
-        f"step {_progress(record)}",
-        _loss(record),
-        *_pace(record),
-        *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
-        *([first_line(record.error)] if record.error else []),
-        *([printable(record.note)] if record.note else []),
-    ]
-    return "  ".join(parts)
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.life.now))
+    numbers = f"step {_progress(record)}", _loss(record), *_pace(record), _eta(view)
+    return _joined(now, state_of(view), *numbers, first_line(record.error), printable(record.note))
 
 
 def sweep_screen(views: Sequence[RunView], waiting: int = 0) -> list[str]:
@@ -189,17 +181,11 @@ def rest_of_sweep(directory: Path, views: Mapping[str, RunView]) -> list[str]:
 def job_line(view: RunView, longest_name: int = 0) -> str:
     """One line of a sweep, with the names of its jobs in a column."""
     record = view.record
-    parts = [
-        shortened(record.directory.name, LONGEST_NAME).ljust(min(longest_name, LONGEST_NAME)),
-        state_of(view),
-        _progress(record),
-        _loss(record),
-        *_metric(record),
-        *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
-        # Of a job that was stopped without how to resume it alone: the sweep's command resumes all.
-        *([first_line(record.error).partition(f" {TO_RESUME}")[0]] if record.error else []),
-    ]
-    return "  ".join(parts)
+    name = shortened(record.directory.name, LONGEST_NAME).ljust(min(longest_name, LONGEST_NAME))
+    # Of a job that was stopped without how to resume it alone: the sweep's command resumes all.
+    error = first_line(record.error).partition(f" {TO_RESUME}")[0]
+    numbers = _progress(record), _loss(record), _metric(record), _eta(view)
+    return _joined(name, state_of(view), *numbers, error)
 
 
 def state_of(view: RunView) -> str:
@@ -211,22 +197,29 @@ def _facts(view: RunView) -> Iterator[str]:
     record = view.record
     last = record.history.last_step
     yield f"{record.name}  {state_of(view)}"
-    yield _bar(view)
-    yield "  ".join([_loss(record), *_metric(record), f"lr {number(last and last.lr)}"])
-    yield "  ".join(_pace(record))
+    yield _joined(_bar(record), _eta(view))
+    yield _joined(_loss(record), _metric(record), f"lr {number(last and last.lr)}")
+    yield _joined(*_pace(record))
     if (shares := record.history.time_shares) is not None:
         yield f"step {number(shares.step_ms)} ms  {shares.verdict.partition(':')[0]}"
     yield from _gpus(record)
 
 
-def _bar(view: RunView) -> str:
-    record = view.record
+def _joined(*parts: str) -> str:
+    return "  ".join(part for part in parts if part)
+
+
+def _bar(record: Run) -> str:
     total = record.total_steps
     text = f"step {_progress(record)}"
-    if total:
-        share = min(1.0, record.steps / total)
-        text += f"  [{'#' * round(BAR * share):-<{BAR}}] {percent(share)}"
-    return text + (f"  eta {duration(view.eta_s)}" if view.eta_s is not None else "")
+    if not total:
+        return text
+    share = min(1.0, record.steps / total)
+    return f"{text}  [{'#' * round(BAR * share):-<{BAR}}] {percent(share)}"
+
+
+def _eta(view: RunView) -> str:
+    return "" if view.eta_s is None else f"eta {duration(view.eta_s)}"
 
 
 def _progress(record: Run) -> str:
@@ -234,11 +227,11 @@ def _progress(record: Run) -> str:
     return f"{record.steps:,}" + (f"/{total:,}" if total else "")
 
 
-def _metric(record: Run) -> list[str]:
+def _metric(record: Run) -> str:
     name = record.metric_name
     if name is None or record.metric is None:
-        return []
-    return [f"{record.metric_label} {metric(name, record.metric)}"]
+        return ""
+    return f"{record.metric_label} {metric(name, record.metric)}"
 
 
 def _pace(record: Run) -> list[str]:

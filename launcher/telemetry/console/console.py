@@ -28,7 +28,7 @@ from launcher.telemetry.formatting import (
     table_widths,
 )
 from launcher.telemetry.status import EtaEstimator
-from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end
+from launcher.telemetry.step_time import PARTS, TimeShares, time_at_end
 from launcher.telemetry.stream import Sink
 
 
@@ -48,7 +48,6 @@ class Console(Sink):
         self._bar = ProgressBar(err, clock) if err.isatty() else None
         self._pace = EtaEstimator(clock)  # of the lines where there is no bar
         self._plan = events.StartEvent(0)
-        self._times = TimeTotals()  # of the whole run, for the verdict at its end
         self._widths: dict[str, int] = {}  # by title, of the table of the last printed line
         self._report = self._sync = ""
         self._started = False
@@ -64,7 +63,6 @@ class Console(Sink):
                 if self._bar is not None:
                     self._bar.plan = event
             case events.StepEvent():
-                self._times.add(events.record_of(event))
                 self._step(event)
             case events.EvalEvent():
                 self._evaluation(event)
@@ -104,8 +102,8 @@ class Console(Sink):
         self.close()
         if event.state == "failed" and not self._started:
             return  # its error says it all: no file of such a run is worth reading
-        shares = time_at_end(event) or self._times.shares()
-        self._print(*end_lines(event, self._report, shares, self._run_dir, self._sync))
+        lines = end_lines(event, self._report, time_at_end(event), self._run_dir, self._sync)
+        self._print(*lines)
 
     def _print(self, *lines: str) -> None:
         self._widths = {}

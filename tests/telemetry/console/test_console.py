@@ -46,7 +46,8 @@ for epoch in range(2):
 telemetry.warn("something is odd")
 telemetry.emit(made("report", step, text="precision    recall\\n   class 0      1.00\\n"))
 telemetry.emit(made("end", step, state="done", exit=0, seconds=83.0, since_step=0, samples_per_s=1200.0,
-               metrics={"val_loss": 0.25, "accuracy": 0.975}))
+               metrics={"val_loss": 0.25, "accuracy": 0.975},
+               step_time={"steps": 15, "rank": 0, "waited_ms": 0.0, **times}))
 telemetry.close()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 """
