@@ -51,7 +51,7 @@ class EventLog(Sink):
         """
         end = None  # of what stays as it is
         kept = []  # what the process that resumes has written so far
-        with opened(self._path) as file:
+        with self._path.open("rb") as file:
             for begin, _, line in lines_of(file):
                 if not happened(parsed(line), step, evaluates_again):
                     end = begin if end is None else end
@@ -93,7 +93,7 @@ class TailReader:
             was_cut = self._offset > 0
             self._begin_again()
             return found, was_cut
-        with opened(self._path) as file:
+        with self._path.open("rb") as file:
             file.seek(self._offset - len(self._last))
             if was_cut := file.read(len(self._last)) != self._last:
                 self._begin_again()
@@ -108,7 +108,7 @@ class TailReader:
 
 def read_events(path: Path) -> list[dict[str, object]]:
     """All events of the file in order, without damaged lines. Raises OSError."""
-    with opened(path) as file:
+    with path.open("rb") as file:
         return [event for _, _, line in lines_of(file) if (event := parsed(line)) is not None]
 
 
@@ -137,11 +137,6 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return event if whole and 0 <= event["step"] < MAX_STEP else None
 
 
-def opened(path: Path) -> BinaryIO:
-    """The file, to be read. Raises OSError."""
-    return path.open("rb")
-
-
 def lines_of(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Begin, end and content of each complete line."""
     file.seek(begin)
@@ -155,7 +150,7 @@ def lines_of(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]
 def _cut_torn_line(path: Path) -> None:
     """Remove an incomplete last line, so that a resumed run does not append its first event to it."""
     if path.exists():
-        with opened(path) as file:
+        with path.open("rb") as file:
             end_bytes = sum(len(line) for _, _, line in lines_of(file))
             if end_bytes < file.seek(0, os.SEEK_END):
                 os.truncate(path, end_bytes)

@@ -116,14 +116,6 @@ def table_lines(cells: Mapping[str, str], widths: Mapping[str, int], with_titles
     return [titles, row] if with_titles else [row]
 
 
-def middle_cut(text: str, longest: int) -> str:
-    """The text without its middle: of long names of classes both ends tell them apart."""
-    if len(text) <= longest:
-        return text
-    tail = (longest - 3) // 2
-    return f"{text[: longest - 3 - tail]}...{text[len(text) - tail :]}"
-
-
 def step_line(event: StepEvent, epochs: int | None, total_steps: int | None, eta_s: float | None) -> str:
     """One line per `step` event, for logs and pipes."""
     parts = [

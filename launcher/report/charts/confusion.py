@@ -7,10 +7,8 @@ from html import escape
 
 from launcher.report.html import paragraph, scrolled
 from launcher.report.run import Run
-from launcher.telemetry.formatting import middle_cut
 
 MAX_CLASSES = 26  # of a table with names and counts: the letters of the alphabet fit
-MAX_NAME = 60  # characters in a table
 CAPTION = "rows: true class; columns: predicted"
 STRONG = 0.55  # share from which on the text is bold
 
@@ -39,8 +37,8 @@ def _matrix(names: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
 
 
 def _head(name: str, scope: str) -> str:
-    shown = escape(middle_cut(name, MAX_NAME))
-    return f'<th scope="{scope}" title="{escape(name)}">{shown}</th>'
+    """The page's style cuts what is too long; the title has all."""
+    return f'<th scope="{scope}" title="{escape(name)}">{escape(name)}</th>'
 
 
 def _cell(count: int, share: float, is_right: bool) -> str:

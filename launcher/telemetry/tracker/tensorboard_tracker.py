@@ -15,7 +15,7 @@ class TensorboardTracker:
     """Implements `Tracker`: scalars, texts, pictures and histograms."""
 
     def __init__(self) -> None:
-        self._writer: Any = None  # a SummaryWriter; its annotations lack file_writer
+        self._writer: Any = None  # a SummaryWriter
 
     def start(self, run: protocol.RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +35,7 @@ class TensorboardTracker:
     def media(self, step: int, name: str, item: protocol.Media) -> None:
         match item:
             case protocol.Text():
-                self._write_text(step, name, f"```\n{item.content}\n```")
+                self._writer.add_text(name, f"```\n{item.content}\n```", step)
             case protocol.Picture():
                 self._write_picture(step, name, item.path)
             case protocol.Histogram():
@@ -44,12 +44,6 @@ class TensorboardTracker:
     def finish(self, exit_code: int) -> None:
         self.media(0, "exit_code", protocol.Text(str(exit_code)))
         self._writer.close()
-
-    def _write_text(self, step: int, name: str, content: str) -> None:
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        # add_text would change the name to name/text_summary.
-        self._writer.file_writer.add_summary(text_pb(name, content), step)
 
     def _write_picture(self, step: int, name: str, path: str) -> None:
         import numpy

@@ -59,7 +59,7 @@ def test_event_files_are_what_tensorboard_reads(tmp_path: Path) -> None:
     assert picture.encoded_image_string == (tmp_path / "picture.png").read_bytes()
 
     def text(name: str) -> str:
-        (event,) = found.Tensors(name)
+        (event,) = found.Tensors(f"{name}/text_summary")
         return event.tensor_proto.string_val[0].decode()
 
     assert "a report" in text("eval/classification_report")
