@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from launcher.config.composition import Request, interpolated
@@ -85,8 +85,6 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)
     record = _new_record(request, directory, jobs)
-    with suppress(ConfigError):  # without an earlier record, or with a damaged one
-        record.keep_times_of(SweepState.read(directory))
     with _writing(directory):
         record.write(directory)
         for job in jobs:

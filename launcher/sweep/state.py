@@ -9,7 +9,6 @@ variables in place of their values, and the overrides: `python -m launcher job D
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from launcher.run_dir.atomic import json_line, read_json, write_content, write_j
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
 from launcher.run_dir.result import Result
-from launcher.run_dir.status import FILE_NAME as STATUS
 
 
 class JobState(StrEnum):
@@ -90,13 +88,6 @@ class SweepState:
         rest = json_line({key: value for key, value in encoded(self).items() if key != "jobs"})
         write_content(directory / SWEEP, b'{"jobs": [\n' + jobs + b"\n],\n" + rest[1:], durable)
 
-    def keep_times_of(self, before: SweepState) -> None:
-        """Add the seconds that the same jobs have taken in an earlier record of the sweep."""
-        jobs = {job.name: job for job in before.jobs}
-        for job in self.jobs:
-            if (earlier := jobs.get(job.name)) is not None:
-                job.seconds, job.device_seconds = earlier.seconds, earlier.device_seconds
-
     @property
     def left(self) -> list[SweepJob]:
         return [job for job in self.jobs if job.state not in OVER]
@@ -156,7 +147,7 @@ def recover(record: SweepState, directory: Path) -> None:
         if job.state == JobState.RUNNING:
             job.state = JobState.WAITING
             take_result(job, directory / job.name)
-            count_time(job, _last_sign(directory / job.name, job.started))
+            job.started = None
         elif (job.state == JobState.FAILED and job.exit != DIVERGED) or job.state not in OVER:
             job.state = JobState.WAITING
         job.failures = 0
@@ -189,11 +180,3 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
         raise ConfigError(f"{problem}. Give the folder of a job of a sweep.") from error
     placed = replace(config, run=replace(config.run, dir=str(directory.absolute())))
     return placed, tuple(map(str, overrides))
-
-
-def _last_sign(directory: Path, started: float | None) -> float:
-    """When the job last wrote its status, in unix seconds; else its start."""
-    try:
-        return min(time.time(), float(read_json(directory / STATUS).get("updated") or 0))
-    except (OSError, ValueError, TypeError):
-        return started or 0.0

@@ -5,20 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from launcher.commands import sweep
-from launcher.config.composition import Request
-from launcher.config.resolve import compose_jobs
-from launcher.config.schema import Config
-from launcher.distributed.env import LaunchEnv
-from launcher.errors import PreemptedError
-from launcher.sweep.state import SweepState
 from tests.faults.parent import WORDS, write_recipe
 from tests.limits import at_most
 from tests.sweep.launchers.jobs import environment
@@ -39,24 +29,3 @@ def test_sweeps_in_a_row_have_no_failure(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"sweep {number}: {done.stdout}{done.stderr}"
         assert "sweep: 4 of 4 jobs done" in done.stdout
-
-
-def test_a_sweep_that_continues_counts_the_time_of_the_jobs_in_place(tmp_path: Path, monkeypatch) -> None:
-    def take_a_while(config: Config, *more: object) -> None:
-        time.sleep(0.01)
-        if config.seed == 1:
-            raise PreemptedError("stopped on request")
-
-    monkeypatch.setattr(sweep, "run_job", take_a_while)
-    leader: Any = SimpleNamespace(launch=LaunchEnv(0, 2, has_external_launcher=True), group_broken=False)
-    words = ("recipe=cnn", "tracker=none", "seed=0,1,2", f"hydra.sweep.dir={tmp_path}")
-    request = Request(words, multirun=True)
-    seconds = []
-    for _ in range(2):
-        assert sweep.run_in_place(request, compose_jobs(request), leader, ()) == 75
-        record = SweepState.read(tmp_path)
-        seconds.append([job.seconds for job in record.jobs])
-        assert record.device_seconds == pytest.approx(2 * sum(seconds[-1]))
-    assert min(seconds[0][:2]) >= 0.01
-    assert min(seconds[1][:2]) >= 0.02
-    assert seconds[1][2] == 0
