@@ -26,9 +26,8 @@ class EventHistory:
     def __init__(self) -> None:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Curve() for part in PARTS}  # of a step, over the steps
-        # By metric, and of other sets by SET/METRIC.
-        self.evaluations: dict[str, Curve] = {}
-        self.other_sets: dict[str, Curve] = {}
+        self.evaluations: dict[str, Curve] = {}  # by metric; by SET/METRIC where there are several sets
+        self.sets: list[str] = []  # the names of several sets, in the order of their first evaluations
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
         self.began: float | None = None  # the first process of the run, in unix seconds
@@ -36,7 +35,6 @@ class EventHistory:
         self.num_damaged = 0  # lines of the file
         self._events: dict[type[events.Event], list[events.Event]] = {}  # but for those of steps
         self._step: Record | None = None  # the latest
-        self._sets: dict[str | None, None] = {}  # in the order of their first evaluations
         self._time = TimeTotals()
 
     def all(self, kind: type[Kind]) -> list[Kind]:
@@ -53,13 +51,8 @@ class EventHistory:
 
     def evaluation(self, name: str) -> Curve | None:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
-        of_first = name.removeprefix(f"{next(iter(self._sets), None)}/")
-        return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
-
-    @property
-    def sets(self) -> list[str]:
-        """The names of several validation sets; empty where there is one."""
-        return [str(name) for name in self._sets] if len(self._sets) > 1 else []
+        of_first = f"{self.sets[0]}/{name}" if self.sets else name
+        return self.evaluations.get(name) or self.evaluations.get(of_first)
 
     @property
     def time_shares(self) -> TimeShares | None:
@@ -97,12 +90,12 @@ class EventHistory:
                 curve.add(step, record[part])
 
     def _add_evaluation(self, event: events.EvalEvent) -> None:
-        self._sets.setdefault(event.set)
-        of_first = event.set == next(iter(self._sets))
-        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.set}/")
+        prefix = "" if event.set is None else f"{event.set}/"
+        if event.set is not None and event.set not in self.sets:
+            self.sets.append(event.set)
         for name, value in {"val_loss": event.val_loss, **event.metrics}.items():
             if value is not None and name not in NO_METRICS:
-                curves.setdefault(prefix + name, Curve()).add(event.step, value)
+                self.evaluations.setdefault(prefix + name, Curve()).add(event.step, value)
 
     def _add_gpu(self, event: events.GpuEvent) -> None:
         """Add the numbers of each device; seconds by reason are added up."""

@@ -110,9 +110,11 @@ class Run:
     @property
     def metric_name(self) -> str | None:
         """What runs are compared by: what the recipe names, else the accuracy, else the loss."""
-        start, evaluated = self.history.last(StartEvent), self.history.evaluations
+        start = self.history.last(StartEvent)
         named = self.result.metric_name or (start.monitor if start else None)
-        return named or next((name for name in ("accuracy", "val_loss") if name in evaluated), None)
+        return named or next(
+            (name for name in ("accuracy", "val_loss") if self.history.evaluation(name)), None
+        )
 
     @property
     def metric(self) -> float | None:

@@ -23,7 +23,7 @@ REDUCTION = 3  # one job in so many passes a rung, and rungs lie so many times a
 def compared(history: EventHistory) -> tuple[str, bool, Sequence[float]]:
     """By what a job is compared, whether more of it is better, and its value in each evaluation."""
     start, last = history.last(StartEvent), history.last(EvalEvent)
-    usual = "accuracy" if "accuracy" in history.evaluations else "val_loss"
+    usual = "accuracy" if history.evaluation("accuracy") else "val_loss"
     name = (start.monitor if start else None) or usual
     curve = history.evaluation(name)
     if last is None or curve is None:

@@ -64,7 +64,7 @@ def test_each_gpu_has_its_curves(tmp_path):
 def test_a_metric_that_is_named_like_one_of_another_set_has_a_curve_of_its_own():
     evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "val_loss": 0.5}
     found = history_of({**evaluation, "set": "a", "b/f1": 0.25}, {**evaluation, "set": "b", "f1": 0.75})
-    assert (found.evaluations["b/f1"].last, found.other_sets["b/f1"].last) == (0.25, 0.75)
+    assert (found.evaluations["a/b/f1"].last, found.evaluations["b/f1"].last) == (0.25, 0.75)
 
 
 def test_a_run_that_is_resumed_from_an_earlier_step_is_read_again(tmp_path):

@@ -318,7 +318,7 @@ def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path
     assert "near/accuracy 95.00 %" in "\n".join(run_screen(RunView(Path(runs[0])).view()))
     assert main(["report", *runs, f"--out={tmp_path / 'both.html'}"]) == 0
     both = (tmp_path / "both.html").read_text()
-    for part in ("Far/accuracy, validation", "Far/val_loss"):
+    for part in ("Far/accuracy, validation", "near/val_loss", "far/val_loss"):
         assert f'<figure class="chart" aria-label="{part}">' in both
 
 

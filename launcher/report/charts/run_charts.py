@@ -62,47 +62,39 @@ class _RunCharts:
         ]
 
     def _losses(self) -> list[Chart]:
-        """One chart of a single run, with its validation loss; two of several runs."""
+        """One chart of a single run, with its validation losses; one for each loss of several runs."""
         bad = sum(run.history.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
         training = self._logged("loss")
-        validation = self._lines(lambda run: run.history.evaluations.get("val_loss"))
+        names = [f"{each}/val_loss" for each in self._sets[:MAX_METRICS]] or ["val_loss"]
         if not self._alone:
-            return [
-                self._chart("train_loss", "", training, note=note),
-                self._chart("val_loss", "", validation),
-                *(self._metric(f"{name}/val_loss") for name in self._sets[1:MAX_METRICS]),
-            ]
-        named = [replace(line, name="train_loss", color=0) for line in training]
-        first = f"{self._sets[0]}/val_loss" if self._sets else "val_loss"
-        named += [replace(line, name=first, color=1) for line in validation]
-        for color, name in enumerate(self._sets[1:NUM_COLORS], 2):
-            more = self._lines(_evaluated(f"{name}/val_loss"))
-            named += [replace(line, name=f"{name}/val_loss", color=color % NUM_COLORS) for line in more]
+            return [self._chart("train_loss", "", training, note=note), *map(self._metric, names)]
+        lines = {"train_loss": training} | {name: self._lines(_evaluated(name)) for name in names}
+        named = [
+            replace(line, name=name, color=color)
+            for color, (name, found) in enumerate(lines.items())
+            for line in found
+        ]
         return [self._chart("Loss", "", named, note=note)]
 
     def _metrics(self) -> list[str]:
-        """What the runs are compared by, then the same of the other sets."""
-        names = [run.metric_name for run in self._runs if run.metric_name]
-        sets = self._sets
-        metrics = [next((n.removeprefix(f"{s}/") for s in sets if n.startswith(f"{s}/")), n) for n in names]
-        named = [f"{sets[0]}/{n}" if sets and n in metrics else n for n in names]
-        every = [*named, *(f"{each}/{metric}" for metric in metrics for each in sets)]
-        charted = "val_loss", *(f"{each}/val_loss" for each in sets)
-        return [name for name in dict.fromkeys(every) if name not in charted][:MAX_METRICS]
+        """What the runs are compared by, in every set."""
+        names = list(dict.fromkeys(name for run in self._runs if (name := run.metric_name)))
+        if self._sets:
+            names = [f"{each}/{name.rpartition('/')[2]}" for name in names for each in self._sets]
+        return [name for name in dict.fromkeys(names) if not name.endswith("val_loss")][:MAX_METRICS]
 
     def _metric(self, name: str) -> Chart:
         lines = self._lines(_evaluated(name))
-        title, note = metric_title(name), ""
+        is_loss, title, note = name.endswith("_loss"), metric_title(name), ""
         in_percent = name.endswith(SHARES)
         if in_percent and self._alone and lines:
             best = int(lines[-1].y.argmax())
             note = f"Best: {metric(name, lines[-1].y[best])} at step {lines[-1].x[best]:,.0f}."
         if in_percent:
             lines = [replace(line, y=100 * line.y) for line in lines]
-        of_set = "" if name.endswith("val_loss") else ", validation"
-        title = f"{title[:1].upper()}{title[1:]}{of_set}"
-        return self._chart(title, "%" if in_percent else "", lines, base=1, note=note)
+        title = title if is_loss else f"{title[:1].upper()}{title[1:]}, validation"
+        return self._chart(title, "%" if in_percent else "", lines, base=None if is_loss else 1, note=note)
 
     def _scale(self) -> Chart:
         """The loss scale in powers of two, and the steps that were skipped on overflow."""
