@@ -15,16 +15,15 @@ from launcher.errors import PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, job_directories, jobs_of
 from launcher.report.event_history import HistoryReader
 from launcher.report.overview import first_line, printable, shortened
-from launcher.report.reading import sweep_of, text_of
+from launcher.report.reading import sweep_of
 from launcher.report.run import Run, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
-from launcher.run_dir.records import CONFIG
 from launcher.run_dir.result import PREEMPTED, STOPPED
 from launcher.telemetry.events import GpuEvent, WarningEvent
 from launcher.telemetry.formatting import duration, metric, number, percent, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
-SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
+SETTLE_S = 15.0  # for which a run that was killed may still be restarted, as by torchrun
 BAR = 20  # characters, each 5 % of the run
 LONGEST_NAME = 40  # characters of a job's name, of which the end is shown
 SHOWN_JOBS = 5  # that are left
@@ -41,8 +40,6 @@ class RunView:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._reader = HistoryReader(directory)
-        # By a parent process, after a failure.
-        self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
 
     def view(self, now: float | None = None) -> RunView:
         """Read what is new. Files that are missing are empty."""
@@ -62,13 +59,11 @@ class RunView:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run is over; one that failed or was killed may be restarted for a while."""
+        """Whether the run is over: its process, which may restart it, has ended or is unknown."""
         life = self.record.life
-        if self.state in GOING:
+        if self.state in GOING or life.holder_has_ended is False:
             return False
-        age_s = SETTLE_S if life.age_s is None else life.age_s
-        restarts = self.state == KILLED or (self.state == "failed" and self._may_restart)
-        return not restarts or age_s >= SETTLE_S
+        return self.state != KILLED or life.age_s is None or life.age_s >= SETTLE_S
 
     @property
     def state(self) -> str:

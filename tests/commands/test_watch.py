@@ -60,7 +60,6 @@ def write_status(
 def run_dir(tmp_path) -> Path:
     directory = tmp_path / "resnet18" / "mine"
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text("launch:\n  max_restarts: 0\n")
     write_steps(directory, 1, 20)
     write_status(directory, "running")
     return directory
@@ -178,20 +177,15 @@ def test_a_silent_run_whose_process_exists_or_is_unknown_does_not_end(run_dir, i
 
 
 @pytest.mark.parametrize(
-    ("state", "restarts", "age_s", "ended"),
-    [
-        ("done", 3, 0.0, True),
-        ("preempted", 3, 0.0, True),
-        ("failed", 0, 0.0, True),
-        ("failed", 3, 1.0, False),
-        ("failed", 3, 60.0, True),
-        ("starting", 0, 0.0, False),
-    ],
+    ("state", "ended"), [("done", True), ("preempted", True), ("failed", True), ("starting", False)]
 )
-def test_when_a_run_has_ended(run_dir, state, restarts, age_s, ended):
-    (run_dir / "config.yaml").write_text(f"launch:\n  max_restarts: {restarts}\n")
-    write_status(run_dir, state, age_s=age_s, exit=6)
+def test_a_run_has_ended_when_its_process_has(run_dir, state, ended):
+    write_status(run_dir, state, exit=6)
     assert RunView(run_dir).view(NOW).has_ended is ended
+    write_lock(run_dir, Holder.this())  # a parent process may restart it
+    assert not RunView(run_dir).view(NOW).has_ended
+    write_lock(run_dir, ended_process())
+    assert RunView(run_dir).view(NOW).has_ended or state == "starting"
 
 
 def test_a_sweep_has_a_line_for_each_job_and_running_ones_come_first(tmp_path):
