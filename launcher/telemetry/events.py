@@ -178,7 +178,6 @@ class GpuEvent(Event):
     temperature_c: float | None = None
     utilisation_percent: float | None = None  # mean
     run_energy_j: float | None = None  # of the run so far, over all its attempts
-    joules_per_sample: float | None = None
     gpus: Sequence[GpuNumbers] = ()
 
 

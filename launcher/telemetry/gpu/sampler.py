@@ -1,7 +1,7 @@
 """Measures the GPUs of the first node in a thread of its own, and emits one `gpu` event per logging interval.
 
 Owns the thread, the alignment of windows to logged steps, and the energy of the run. The training thread only
-appends a step number. Never raises into the run.
+assigns a step number. Never raises into the run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +58,7 @@ class GpuSampler(Sink):
         self._before_j = energy_before_j
         self._sample_s = sample_s
         self._window_s = window_s
-        self._marks: deque[tuple[int, float]] = deque()  # step, samples trained since the mark before
+        self._step = self._emitted = 0  # the latest that was logged, and the latest that ended a window
         self._due_s = time.monotonic() + window_s
         self._wake = threading.Event()
         self._ending = False
@@ -69,10 +68,10 @@ class GpuSampler(Sink):
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        """Costs an append. The thread is only woken if a window is due."""
+        """Costs an assignment. The thread is only woken if a window is due."""
         if not isinstance(event, StepEvent):
             return
-        self._marks.append((event.step, event.samples))
+        self._step = event.step
         if time.monotonic() >= self._due_s:
             self._wake.set()
 
@@ -112,30 +111,23 @@ class GpuSampler(Sink):
             self._wake.clear()
             for window in windows:
                 window.sample()
-            if self._marks and time.monotonic() - began_s >= self._window_s:
+            if self._step > self._emitted and time.monotonic() - began_s >= self._window_s:
                 began_s = self._close(windows, began_s)
-        if self._marks:
+        if self._step > self._emitted:
             self._close(windows, began_s)
 
     def _close(self, windows: Sequence[GpuWindow], began_s: float) -> float:
-        """End the window at the latest mark and emit it. Returns when the next one begins."""
-        step, samples = 0, 0.0
-        for _ in range(len(self._marks)):  # more may be appended meanwhile
-            step, more = self._marks.popleft()
-            samples += more
-        now_s = time.monotonic()
+        """End the window at the latest step and emit it. Returns when the next one begins."""
+        self._emitted, now_s = self._step, time.monotonic()
         self._due_s = now_s + self._window_s
         seconds = now_s - began_s
         numbers = [window.close(seconds) for window in windows]
-        # The share of the ranks that these GPUs serve; all, if the ranks use no GPU.
-        share = sum(len(window.gpu.ranks) for window in windows) / len(self._uuids) or 1.0
-        self._emit(step, samples * share, seconds, numbers)
+        self._emit(seconds, numbers)
         for window, each in zip(windows, numbers, strict=True):
             self._health.after(window.gpu, each, seconds)
         return now_s
 
-    def _emit(self, step: int, samples: float, seconds: float, gpus: Sequence[GpuNumbers]) -> None:
-        """Emit the event of a window; `samples` are those that were trained on these GPUs."""
+    def _emit(self, seconds: float, gpus: Sequence[GpuNumbers]) -> None:
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
             if values := [value for numbers in gpus if (value := getattr(numbers, key)) is not None]:
@@ -143,9 +135,7 @@ class GpuSampler(Sink):
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
-            if samples:
-                total["joules_per_sample"] = total["energy_j"] / samples
-        self._telemetry.emit(GpuEvent(step, **total, gpus=gpus))
+        self._telemetry.emit(GpuEvent(self._emitted, **total, gpus=gpus))
 
 
 @contextlib.contextmanager
