@@ -14,7 +14,7 @@ from launcher.config.messages import program
 from launcher.errors import PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, job_directories, jobs_of
 from launcher.report.event_history import HistoryReader
-from launcher.report.overview import first_line, printable, shortened
+from launcher.report.overview import first_line, printable, shortened, state_text
 from launcher.report.reading import sweep_of
 from launcher.report.run import Run, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
@@ -142,7 +142,7 @@ def run_line(view: RunView) -> str:
     record = view.record
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.life.now))
     numbers = f"step {_progress(record)}", _loss(record), *_pace(record), _eta(view)
-    return _joined(now, state_of(view), *numbers, first_line(record.error), printable(record.note))
+    return _joined(now, state_text(record), *numbers, first_line(record.error), printable(record.note))
 
 
 def sweep_screen(views: Sequence[RunView], waiting: int = 0) -> list[str]:
@@ -180,18 +180,13 @@ def job_line(view: RunView, longest_name: int = 0) -> str:
     # Of a job that was stopped without how to resume it alone: the sweep's command resumes all.
     error = first_line(record.error).partition(f" {TO_RESUME}")[0]
     numbers = _progress(record), _loss(record), _metric(record), _eta(view)
-    return _joined(name, state_of(view), *numbers, error)
-
-
-def state_of(view: RunView) -> str:
-    silent_s = view.record.life.silent_s
-    return f"no sign of life for {silent_s:.0f} s" if silent_s else view.state
+    return _joined(name, state_text(record), *numbers, error)
 
 
 def _facts(view: RunView) -> Iterator[str]:
     record = view.record
     last = record.history.last_step
-    yield f"{record.name}  {state_of(view)}"
+    yield f"{record.name}  {state_text(record)}"
     yield _joined(_bar(record), _eta(view))
     yield _joined(_loss(record), _metric(record), f"lr {number(last and last.lr)}")
     yield _joined(*_pace(record))

@@ -47,7 +47,7 @@ def open_telemetry(
             f"The run's files cannot be written to {run_dir}: {error}. Choose another place with run.dir=DIR."
         ) from error
     telemetry.add(Console(sys.stdout, sys.stderr, run_dir))
-    run_id = config.tracker.run_id or saved_run_id(run_dir, config.tracker.names) or new_run_id()
+    run_id = config.tracker.run_id or saved_run_id(run_dir) or new_run_id()
     if not config.tracker.names:
         telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
     for name in config.tracker.names:
@@ -60,7 +60,7 @@ def open_telemetry(
             if mode == "none":
                 continue
             make_tracker = partial(WandbTracker, mode == "online", telemetry.warn, timeouts)
-        save_run_id(run_dir, name, run_id)
+        save_run_id(run_dir, run_id)
         telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts))
     return telemetry
 

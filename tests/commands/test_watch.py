@@ -172,7 +172,7 @@ def test_a_silent_run_whose_process_exists_or_is_unknown_does_not_end(run_dir, i
     write_status(run_dir, "running", age_s=200.0)
     view = RunView(run_dir).view(NOW)
     assert not view.has_ended
-    assert "no sign of life for 200 s" in run_line(view)
+    assert "no sign of life for 3:20" in run_line(view)
     assert ("it is not known whether it still runs" in run_line(view)) is not is_known
 
 
