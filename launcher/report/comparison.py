@@ -11,7 +11,6 @@ import io
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +138,19 @@ def command_of(group: RunGroup, flags: Sequence[str]) -> str:
 def as_csv(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> str:
     """One row per run, with the keys that vary, and what sweep.json records of it."""
     keys = varied_keys(runs)
-    metrics = list(dict.fromkeys(name for run in runs for name in run.result.metrics))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    recorded = RECORDED if jobs else ()
-    writer.writerow(["job", *keys, *RESULT_KEYS, "error", *recorded, *metrics])
+    rows: list[dict[str, object]] = []
     for run in runs:
         job = jobs.get(run.directory.name, {})
         # A job that was pruned has the metric by which it was in sweep.json alone.
-        result = replace(run.result, state=run.state)
-        found = [
-            job.get(key) if getattr(result, key) is None else getattr(result, key) for key in RESULT_KEYS
-        ]
-        found += [(job.get("error") or run.error).partition("\n")[0] or None, *map(job.get, recorded)]
-        found += [run.result.metrics.get(name) for name in metrics]
-        writer.writerow(
-            [run.directory.name, *(run.overrides.get(key) for key in keys), *found]
-        )  # None: empty
+        found = {**vars(run.result), "state": run.state}
+        found = {key: job.get(key) if found[key] is None else found[key] for key in RESULT_KEYS}
+        found["error"] = (job.get("error") or run.error).partition("\n")[0] or None
+        found |= {key: job.get(key) for key in (RECORDED if jobs else ())}
+        overrides = {key: run.overrides.get(key) for key in keys}
+        rows.append({"job": run.directory.name} | overrides | found | run.result.metrics)
+    text = io.StringIO()
+    titles = dict.fromkeys(title for row in rows for title in row)
+    writer = csv.DictWriter(text, titles, lineterminator="\n")  # None: empty
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()

@@ -100,14 +100,14 @@ def by_seed(side: RunGroup, of: OfRun) -> dict[str, float]:
 
 def _quantities(metric_name: str) -> list[tuple[str, OfRun, Callable[[float], str]]]:
     """Title, value and text of each quantity."""
-    parts = [(f"... {title}", part_of(part), milliseconds) for part, title in TITLES.items()]
+    parts = [(f"... {title}", timed(partial(_part_ms, part)), milliseconds) for part, title in TITLES.items()]
     loss = ("val_loss", lambda run: run.result.metrics.get("val_loss"), number)
     return [
         ("training time", lambda run: run.result.training_seconds, seconds),
-        ("time of a step", step_ms, milliseconds),
+        ("time of a step", timed(attrgetter("step_ms")), milliseconds),
         *parts,
-        ("... everything else", other_ms, milliseconds),
-        ("memory", memory_bytes, size),
+        ("... everything else", timed(attrgetter("other_ms")), milliseconds),
+        ("memory", lambda run: run.history.steps["memory_bytes"].highest, size),
         ("weights, masters, optimizer", lambda run: run.result.state_bytes, size),
         ("sent per step and rank", lambda run: run.result.wire_bytes_per_step, size),
         ("skipped steps", lambda run: run.skipped, number),
@@ -134,14 +134,5 @@ def timed(of: Callable[[TimeShares], float]) -> OfRun:
     return found
 
 
-step_ms = timed(attrgetter("step_ms"))
-other_ms = timed(attrgetter("other_ms"))
-
-
-def part_of(part: str) -> OfRun:
-    """Milliseconds of a step that are spent in this part of it."""
-    return timed(lambda shares: shares.parts_ms[part])
-
-
-def memory_bytes(run: Run) -> float | None:
-    return run.history.steps["memory_bytes"].highest
+def _part_ms(part: str, shares: TimeShares) -> float:
+    return shares.parts_ms[part]

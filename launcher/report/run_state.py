@@ -13,7 +13,6 @@ from pathlib import Path
 from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME
 from launcher.run_dir.lock import Holder
-from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
 from launcher.telemetry.formatting import duration
 
@@ -68,21 +67,13 @@ class RunState:
     def note(self, directory: Path) -> str:
         """A sentence on a run in `directory` that ended without its end, or may have; "" for others."""
         resume = f"{TO_RESUME} {directory_override('run.dir', directory)}"
+        wrote = "wrote nothing" if self.age_s is None else f"last wrote {duration(self.age_s)} ago"
         if self.name == KILLED and self.holder is not None:
-            return (
-                f"process {self.holder.pid} of this run no longer exists, and {self._last_written}: it was "
-                f"killed. {resume}"
-            )
+            gone = f"process {self.holder.pid} of this run no longer exists"
+            return f"{gone}, and {wrote}: it was killed. {resume}"
         if self.name == NO_RESULT:
-            return f"no process holds this run, and {self._last_written}: it ended without a result. {resume}"
+            return f"no process holds this run, which {wrote}: it ended without a result. {resume}"
         if self.holder_has_ended is None and self.silent_s:
             whose = "of another machine" if self.holder is not None else "not known"
-            return f"{self._last_written}; its process is {whose}, so it is not known whether it still runs."
+            return f"its process is {whose}, and {wrote}: it is not known whether it still runs."
         return ""
-
-    @property
-    def _last_written(self) -> str:
-        if updated := self.status.updated:
-            return f"{STATUS} was last written {duration(max(0.0, self.now - updated))} ago"
-        last_event = "" if self.age_s is None else f" (last event: {duration(self.age_s)} ago)"
-        return f"{STATUS} is missing or damaged{last_event}"

@@ -117,7 +117,7 @@ def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     for text in (run_line(view), job_line(view), "\n".join(run_screen(view))):
         assert "killed" in text
         assert "no sign of life" not in text
-    sentence = f"process {holder.pid} of this run no longer exists, and status.json was last written 3:20 ago"
+    sentence = f"process {holder.pid} of this run no longer exists, and last wrote 3:20 ago"
     assert sentence in run_line(view)
     assert f"To resume: the same command with run.dir={run_dir}" in run_line(view)
     assert sentence in "\n".join(run_screen(view))
