@@ -31,7 +31,7 @@ from launcher.sweep.launchers import JobLauncher
 from launcher.sweep.launchers.devices import DeviceLauncher, DevicePool
 from launcher.sweep.prepare import prepared, prepared_in_place
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.scheduler import MAX_TRIALS, Scheduler
+from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching, imported_optuna
 from launcher.sweep.state import JobState, SweepState, count_time, read_job
 
@@ -49,6 +49,9 @@ def run_sweep(
             how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
             raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")
         return run_in_place(request, configs, broadcast, findings)
+    if settings.name == "grid" and settings.stop.max_trials is not None:
+        advice = "List fewer values, or draw them at random: sweep=random."
+        raise errors.ConfigError(f"sweep.stop.max_trials: a grid runs all of its jobs. {advice}")
     if settings.name == "tpe":
         imported_optuna()  # refused before the sweep's directory is made
     if settings.prune == "asha":
@@ -89,8 +92,8 @@ def run_sweep(
         done = sum(job.state == JobState.DONE for job in record.jobs)
         took = f"{record.device_seconds / 3600:.3g} device hours"
         say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done in {took}", sys.stdout)
-        if record.left and scheduler.reason:
-            say_how_to_continue(scheduler, record, directory)
+        if record.left and scheduler.asked:
+            say_stopped(directory_override("sweep.resume", directory))
         compare_jobs(directory)
         return exit_code_of(record, scheduler, findings)
 
@@ -156,16 +159,6 @@ def report_failure_of_job(error: Exception) -> int:
     if is_stop(error):
         error.args = (str(error).partition(f" {TO_RESUME}")[0],)
     return report_failure(error)
-
-
-def say_how_to_continue(scheduler: Scheduler, record: SweepState, directory: Path) -> None:
-    again = directory_override("sweep.resume", directory)
-    if scheduler.asked:
-        return say_stopped(again)
-    multirun, *words = record.words  # with the limit they would stop the sweep again
-    record.words = (multirun, f"{MAX_TRIALS}=null", *(each for each in words if MAX_TRIALS not in each))
-    record.write(directory)  # for `watch`
-    write(f"sweep: {scheduler.reason}. {TO_RESUME} {MAX_TRIALS}=null {again}\n", sys.stderr)
 
 
 def say_stopped(again: str) -> None:

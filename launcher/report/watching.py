@@ -5,17 +5,15 @@ Owns the texts. Reads the files of the run and never writes to it; the command o
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher.config.messages import program
+from launcher.config.messages import directory_override, program
 from launcher.errors import PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, job_directories, jobs_of
 from launcher.report.event_history import HistoryReader
 from launcher.report.overview import first_line, printable, shortened, state_text
-from launcher.report.reading import sweep_of
 from launcher.report.run import Run, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.run_dir.result import PREEMPTED, STOPPED
@@ -162,14 +160,14 @@ def rest_of_sweep(directory: Path, views: Mapping[str, RunView]) -> list[str]:
 
     Jobs that have failed are not left: the same command would fail again.
     """
-    jobs, words = jobs_of(directory), sweep_of(directory).get("words")
+    jobs = jobs_of(directory)
     unfinished = (KILLED, NO_RESULT, STOPPED, PREEMPTED)
     left = [name for name in jobs if name not in views or views[name].state in unfinished]
-    if not left or not isinstance(words, list):
+    if not left:
         return []
     return [
         f"{counted(len(jobs), 'job')} planned, {len(left)} left: {printable(listed(left, SHOWN_JOBS))}",
-        printable(f"to continue: {program()} {shlex.join(map(str, words))}"),
+        printable(f"to continue: {program()} -m {directory_override('sweep.resume', directory)}"),
     ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -84,7 +83,7 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
     jobs = jobs_of(request)
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)
-    record = _new_record(request, directory, jobs)
+    record = _new_record(request, jobs)
     with _writing(directory):
         record.write(directory)
         for job in jobs:
@@ -136,7 +135,7 @@ def _record(request: Request, directory: Path, jobs: Sequence[SweepJob], resume:
         recover(record, directory)
         record.write(directory)
         return record
-    record = _new_record(request, directory, jobs)
+    record = _new_record(request, jobs)
     record.write(directory, durable=True)  # before any other file: without it the directory is foreign
     return record
 
@@ -156,11 +155,10 @@ def refuse_another_sweep(record: SweepState, directory: Path, overrides: Sequenc
         raise ConfigError(f"{directory} holds another sweep. {again}. {other}. What differs: {differences}.")
 
 
-def _new_record(request: Request, directory: Path, jobs: Sequence[SweepJob]) -> SweepState:
+def _new_record(request: Request, jobs: Sequence[SweepJob]) -> SweepState:
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
-    words = ("-m", *shlex.split(directory_override(RESUME, directory)))
-    return SweepState(jobs, own, tree, words=words)
+    return SweepState(jobs, own, tree)
 
 
 def directory_of(request: Request, configs: Sequence[Config]) -> Path:

@@ -22,7 +22,6 @@ from launcher.sweep.progress import SweepProgress
 from launcher.sweep.search import Searching
 from launcher.sweep.state import JobState, SweepJob, SweepState, count_time, take_result
 
-MAX_TRIALS = "sweep.stop.max_trials"
 POLL_S = 0.2  # longest wait for a change, after which signals are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
@@ -90,15 +89,9 @@ class Scheduler:
         return self._search.next()
 
     def _startable(self) -> SweepJob | None:
-        """The next job, where the limit allows one and the launcher has room."""
-        most, started = self._settings.stop.max_trials, sum(job.attempts > 0 for job in self._record.jobs)
+        """The next job, where the launcher has room."""
         job = self._next()
-        if job is None:
-            return None
-        if most is not None and job.attempts == 0 and started >= most:
-            self.reason = f"{MAX_TRIALS}={most} is reached"
-            return None
-        return job if self._launcher.has_capacity(job) else None
+        return job if job is not None and self._launcher.has_capacity(job) else None
 
     def _start(self, job: SweepJob) -> None:
         job.state, job.attempts, job.exit, job.error = JobState.RUNNING, job.attempts + 1, None, None

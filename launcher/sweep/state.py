@@ -71,7 +71,6 @@ class SweepState:
     jobs: Sequence[SweepJob]  # by number; a search adds to them
     overrides: Sequence[str]  # as typed
     config_dir: str | None = None
-    words: Sequence[str] = field(default_factory=tuple)  # that continue the sweep, after the program's name
 
     @classmethod
     def read(cls, directory: Path) -> SweepState:

@@ -350,7 +350,7 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
     monkeypatch.setattr("launcher.report.watching.QUIET_S", 0.0)
     names = [f"{number}_seed={number}" for number in range(3)]
     jobs = [{"name": name} for name in names]
-    write_json(tmp_path / "sweep.json", {"jobs": jobs, "words": ["-m", "sweep.resume='/a b'"]})
+    write_json(tmp_path / "sweep.json", {"jobs": jobs})
     for name, code in zip(names, codes, strict=False):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").touch()
@@ -380,7 +380,7 @@ def test_a_killed_sweep_is_over_soon_unless_its_jobs_continue(
     job = tmp_path / "0_seed=0"
     job.mkdir()
     (job / "metrics.jsonl").touch()
-    write_json(tmp_path / "sweep.json", {"jobs": [{"name": job.name}], "words": ["-m"]})
+    write_json(tmp_path / "sweep.json", {"jobs": [{"name": job.name}]})
     write_status(job, "running", now=time.time())
     write_lock(job, holders[of_job])
     write_lock(tmp_path, holders[of_sweep])

@@ -203,6 +203,6 @@ def test_the_command_of_the_best_has_the_tree_that_the_sweep_was_composed_from(t
 
 def test_all_jobs_of_a_large_sweep_are_read(tmp_path):
     jobs = [{"name": str(k), "state": "waiting"} for k in range(10_000 + 1)]
-    write_json(tmp_path / "sweep.json", {"jobs": jobs, "words": ["-m"]})
+    write_json(tmp_path / "sweep.json", {"jobs": jobs})
     assert len(comparison.jobs_of(tmp_path)) == 10_000 + 1
     assert rest_of_sweep(tmp_path, {})[0].startswith("10,001 jobs planned, 10001 left")

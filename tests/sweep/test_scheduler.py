@@ -163,14 +163,6 @@ def test_a_job_that_failed_is_tried_again(tmp_path, retries, codes, state, attem
     assert run.record.jobs[0].attempts == attempts
 
 
-def test_a_limit_starts_no_further_job_and_ends_none(tmp_path) -> None:
-    run = Run(tmp_path, Scripted(1), 4, stop={"max_trials": 2})
-    assert run.states == ["done"] * 2 + ["waiting"] * 2
-    assert run.scheduler.reason.startswith("sweep.stop.max_trials=2")
-    assert not run.launcher.stopped
-    assert not run.scheduler.asked
-
-
 def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) -> None:
     def interrupt(run: Run) -> None:
         if run.signals.stop is None:

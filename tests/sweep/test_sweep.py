@@ -189,19 +189,6 @@ def test_a_finished_sweep_is_left_and_another_is_refused(tmp_path: Path, capsys,
 
 
 @pytest.mark.slow
-def test_after_a_limit_the_recorded_command_runs_the_rest(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    with Parent(tmp_path, *HERE, "sweep.stop.max_trials=1", "train.epochs=1", "seed=0,1", nproc=1) as parent:
-        assert parent.end(60) == 0
-    assert states(tmp_path) == ["done", "waiting"]
-    words = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["words"]
-    assert words[:2] == ["-m", "sweep.stop.max_trials=null"]
-    with Parent(tmp_path, *words, "train.epochs=1", "seed=0,1", nproc=1, name="again") as parent:
-        assert parent.end(60) == 0
-    assert states(tmp_path) == ["done", "done"]
-
-
-@pytest.mark.slow
 def test_two_processes_cannot_run_one_sweep(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     words = (*HERE, "train.epochs=1000", "seed=0,1")
@@ -219,6 +206,7 @@ def test_two_processes_cannot_run_one_sweep(tmp_path: Path) -> None:
 
 REFUSED = [
     (["seed=0,1", "sweep.parallel=0"], "sweep.parallel=0: must be auto or a whole number of at least 1"),
+    (["seed=0,1", "sweep.stop.max_trials=1"], "a grid runs all of its jobs"),
     (["seed=0,1", "sweep.paralel=2"], "sweep.paralel=2: there is no such key. Nearest: sweep.parallel"),
     (["seed=0,1", "sweep.parallel=1,2"], "a setting of the whole sweep takes one value"),
     (["seed=range(100000)"], "100,000 jobs: a sweep has at most 2,000"),
