@@ -110,17 +110,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     made = f"Report of {time.strftime('%Y-%m-%d %H:%M')}"
     if len(runs) > 1:
         return f"{len(runs)} runs. {made}."
-    environment = runs[0].environment
-    packages = environment.get("packages")
-    torch = packages.get("torch") if isinstance(packages, dict) else None
-    devices = environment.get("devices")
-    known = [
-        str(runs[0].directory.absolute()),
-        listed(sorted(set(map(str, devices))), 2) if isinstance(devices, list) else "",
-        f"torch {torch}" if torch else "",
-        made,
-    ]
-    return " · ".join(text for text in known if text)
+    return f"{runs[0].directory.absolute()} · {made}."
 
 
 def _restarts(run: Run) -> str:

@@ -174,15 +174,10 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
     if given is not None:
         path = interpolated(DIRECTORY, given, as_typed_config(configs[0]))
         return made(Path(os.path.expanduser(path)).absolute())
-    root = root_of(configs).absolute()
+    recipes = {config.recipe.name for config in configs}
+    root = (ROOT / (recipes.pop() if len(recipes) == 1 else "several")).absolute()
     with _writing(root):
         return new_directory(root)
-
-
-def root_of(configs: Sequence[Config]) -> Path:
-    """Where a new sweep makes its directory, unless one is given."""
-    recipes = {config.recipe.name for config in configs}
-    return ROOT / (recipes.pop() if len(recipes) == 1 else "several")
 
 
 def made(directory: Path) -> Path:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 DRAWS = 100  # for a job that differs from all before it; a space that yields none by then has hardly any left
 DRAWS_OF_TPE = 10  # the same; where its few best points have all been tried, a random one is drawn
-REFUSED_IN_A_ROW = 20  # jobs that cannot be composed, after which the space is taken for a mistake
 
 
 def drawn_at_random(space: Space, seed: int, jobs: Sequence[SweepJob]) -> tuple[str, ...] | None:
@@ -129,15 +128,13 @@ class Searching:
 
         Raises OSError where these cannot be written.
         """
-        for _ in range(REFUSED_IN_A_ROW):
-            if len(self._jobs) >= self._trials or not self._has_capacity(self._probe):
-                return None
+        while len(self._jobs) < self._trials and self._has_capacity(self._probe):
             if (lines := self._draw(self._space, self._seed, self._jobs)) is None:
                 return None
             job = self._added(lines)
             if job.state == JobState.WAITING:
                 return job
-        raise ConfigError(f"{REFUSED_IN_A_ROW} jobs of the search in a row cannot run. The last: {job.error}")
+        return None
 
     def _added(self, lines: tuple[str, ...]) -> SweepJob:
         """The job with these overrides, in the record: waiting, or failed where it cannot be composed."""

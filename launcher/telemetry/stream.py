@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 from launcher.errors import described
@@ -44,7 +44,7 @@ class Sink(Protocol):
         return
 
 
-class Telemetry:
+class Telemetry(AbstractContextManager["Telemetry"]):
     """Sends every event to every sink. Without sinks (on all ranks but 0) it does nothing, at no cost.
 
     May be called from any thread. No method raises because of a sink.
@@ -147,12 +147,7 @@ class Telemetry:
             with self._lock:
                 self._sinks.pop()
 
-    def __enter__(self) -> Telemetry:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _write(self, every_s: float) -> None:

@@ -76,15 +76,6 @@ class JobLauncher(Protocol):
         return
 
 
-def imported(package: str, launcher: str) -> Any:
-    """The package that a launcher needs. Raises PreflightError with what installs it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        problem = f"sweep.launcher={launcher} needs the package {package}, which is not installed"
-        raise PreflightError(f"{problem}. Install it with: {install_line(package)}") from None
-
-
 def command_of(directory: Path) -> list[str]:
     """What starts the job of a folder in a fresh process."""
     return [*PYTHON, "-m", "launcher", "job", str(directory)]

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.messages import directory_override
+from launcher.config.messages import directory_override, install_line
 from launcher.config.schema import SweepConfig
 from launcher.errors import TO_RESUME, PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
-from launcher.sweep.launchers import JobEvent, JobLauncher, command_of, imported
+from launcher.sweep.launchers import JobEvent, JobLauncher, command_of
 from launcher.sweep.progress import LOG
 from launcher.sweep.state import SweepJob
 
@@ -154,7 +154,11 @@ class SlurmLauncher(JobLauncher):
 
 
 def _submitit() -> Any:
-    submitit = imported("submitit", "slurm")
+    try:
+        import submitit
+    except ImportError as error:
+        advice = f"Install it with: {install_line('submitit')}"
+        raise PreflightError(f"sweep.launcher=slurm needs the package submitit. {advice}") from error
     if missing := [name for name in COMMANDS if not shutil.which(name)]:
         advice = "Start the sweep on a machine of a Slurm cluster, such as its login node."
         raise PreflightError(f"sweep.launcher=slurm: {', '.join(missing)} cannot be found. {advice}")
