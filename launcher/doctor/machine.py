@@ -186,9 +186,8 @@ def interface(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def tracker(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    names = [config.tracker.name] if isinstance(config.tracker.name, str) else config.tracker.name
-    if "wandb" not in names:
-        yield Finding("tracker", ", ".join(names))
+    if "wandb" not in config.tracker.names:
+        yield Finding("tracker", ", ".join(config.tracker.names) or "none")
         return
     mode = decide(config.tracker, environ)
     unasked = mode.mode == "offline" and "mode=" not in mode.reason.lower()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher.errors import counted
-from launcher.telemetry.formatting import number
+from launcher.telemetry.formatting import number, size
 
 
 def lines_of(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -38,10 +38,10 @@ def _schedule(schedule: Mapping[str, Any]) -> str:
 def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
     memory = plan["memory"]
     yield ""
-    yield _row("memory per rank", f"{_size(memory['total'])} at the peak of a step")
+    yield _row("memory per rank", f"{size(memory['total'])} at the peak of a step")
     for kind, num_bytes in memory["bytes"].items():
         if num_bytes:
-            yield f"  {kind:<14}{_size(num_bytes):>10}"
+            yield f"  {kind:<14}{size(num_bytes):>10}"
     if reason := plan["measured_because"]:
         yield f"  measured in a step on this CPU, because the model cannot run without values: {reason}"
     if number := plan["conditions"]:
@@ -49,32 +49,25 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
     of_cpu = ", as the CPU emulates half precision" if reason else ""
     yield f"  micro-batch that fits, with 1 GiB for CUDA and NCCL and 5 % left over{of_cpu}:"
     for gpu in plan["gpus"]:
-        size = f"{gpu['micro_batch']:,}".replace(",", " ") if gpu["micro_batch"] else "does not fit"
-        yield f"  {gpu['name']:<18}{size:>12}"
+        fits = f"{gpu['micro_batch']:,}".replace(",", " ") if gpu["micro_batch"] else "does not fit"
+        yield f"  {gpu['name']:<18}{fits:>12}"
 
 
 def _wire(plan: Mapping[str, Any]) -> Iterator[str]:
     wire = plan["wire"]
     yield ""
     parts = f" in {counted(wire['buckets'], 'bucket')}" if wire["buckets"] else ""
-    sent = _size(wire["sent_by_each_rank"])
-    yield _row("wire", f"{_size(wire['bytes'])} of gradients a step{parts}; each rank sends {sent}")
+    sent = size(wire["sent_by_each_rank"])
+    yield _row("wire", f"{size(wire['bytes'])} of gradients a step{parts}; each rank sends {sent}")
 
 
 def _checkpoint(plan: Mapping[str, Any]) -> Iterator[str]:
     saved = plan["checkpoint"]
     yield ""
     verdict = "" if saved["at_most"] < saved["free_bytes"] else ": TOO LITTLE for them"
-    yield _row("checkpoint", f"{_size(saved['bytes'])}, at most {_size(saved['at_most'])} on disk at a time")
-    yield f"  {_size(saved['free_bytes'])} are free at {saved['place']}{verdict}"
+    yield _row("checkpoint", f"{size(saved['bytes'])}, at most {size(saved['at_most'])} on disk at a time")
+    yield f"  {size(saved['free_bytes'])} are free at {saved['place']}{verdict}"
 
 
 def _row(title: str, text: str) -> str:
     return f"{title:<16}{text}"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"

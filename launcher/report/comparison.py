@@ -9,16 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import natural_order
 from launcher.config.messages import program
-from launcher.errors import counted
 from launcher.report.precision_comparison import markdown_page
-from launcher.report.reading import sweep_of
+from launcher.report.reading import json_of
 from launcher.report.run import MARKS, Run, is_run
 from launcher.report.run_groups import (
     REPEATED,
@@ -30,7 +28,8 @@ from launcher.report.run_groups import (
     varied_keys,
 )
 from launcher.run_dir.atomic import write_text
-from launcher.telemetry.formatting import markdown_table, markdown_text, metric, metric_title, number
+from launcher.run_dir.records import SWEEP
+from launcher.telemetry.formatting import markdown_table, markdown_text, metric, metric_title
 
 TABLE, ROWS = "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
@@ -62,9 +61,9 @@ def write_comparison(sweep_dir: Path, runs: Sequence[Run]) -> list[Path]:
     """Write the tables of these runs to the sweep's directory. Raises OSError."""
     groups = grouped(runs)
     written = [sweep_dir / TABLE, sweep_dir / ROWS]
-    jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
+    jobs, record = jobs_of(sweep_dir), json_of(sweep_dir, SWEEP)
     flags = ["--config-dir", record["config_dir"]] if record.get("config_dir") else []
-    below = [effort(jobs), *ended_early(runs, jobs)]
+    below = ended_early(runs, jobs)
     write_text(written[0], markdown(sweep_dir.name, groups, below, flags))
     write_text(written[1], as_csv(runs, jobs))
     if only_precision([run.overrides for run in runs]):
@@ -74,19 +73,8 @@ def write_comparison(sweep_dir: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 def jobs_of(sweep_dir: Path) -> dict[str, dict[str, Any]]:
-    """What sweep.json records of each job, by the name of its folder; empty where it cannot be read."""
-    try:
-        return {str(job["name"]): job for job in sweep_of(sweep_dir)["jobs"]}
-    except (KeyError, TypeError):
-        return {}
-
-
-def effort(jobs: Mapping[str, Mapping[str, Any]]) -> str:
-    """How the jobs of a sweep ended, and the time of devices that they took, in a line."""
-    states = Counter(str(job.get("state")) for job in jobs.values())
-    hours = sum(float(job.get("device_seconds") or 0) for job in jobs.values()) / 3600
-    ended = ", ".join(f"{count} {state}" for state, count in states.items())
-    return f"{counted(len(jobs), 'job')}: {ended}; {number(hours)} device hours." if hours else ""
+    """What sweep.json records of each job, by the name of its folder. Raises OSError."""
+    return {job["name"]: job for job in json_of(sweep_dir, SWEEP).get("jobs", ())}
 
 
 def ended_early(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:

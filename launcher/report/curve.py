@@ -1,4 +1,4 @@
-"""Curves, downsampled for a plot without losing their peaks, and spreads of their values.
+"""Curves, downsampled for a plot without losing their peaks.
 
 Owns the downsampling: the lowest and the highest point of each of a fixed number of intervals is kept, at the
 step at which it was recorded. Knows no file and draws nothing.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,11 +99,3 @@ def downsampled(x: FloatArray, y: FloatArray, columns: int) -> tuple[FloatArray,
     ends = np.append(starts[1:], x.size) - 1
     kept = np.unique(np.concatenate([order[starts], order[ends], [0, x.size - 1]]))
     return x[kept], y[kept]
-
-
-def mean_and_deviation(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Mean ± standard deviation of what was measured; a dash where nothing was."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return shown(known[0]) if known else "-"
-    return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"

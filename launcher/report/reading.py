@@ -14,7 +14,7 @@ from typing import Any
 from launcher.config.codec import decoded
 from launcher.os.stdio import say
 from launcher.run_dir.atomic import read_json
-from launcher.run_dir.records import RESULT, SWEEP
+from launcher.run_dir.records import RESULT
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
@@ -28,7 +28,7 @@ def warn(text: str) -> None:
     say(f"warning: {text}", sys.stderr)
 
 
-def json_of(run_dir: Path, name: str) -> dict[str, object]:
+def json_of(run_dir: Path, name: str) -> dict[str, Any]:
     """A JSON object of the run, empty where there is none. Raises OSError."""
     path = run_dir / name
     if not path.exists():
@@ -38,15 +38,6 @@ def json_of(run_dir: Path, name: str) -> dict[str, object]:
     except ValueError as error:
         warn(f"{path} is damaged: left out ({error})")
         return {}
-
-
-def sweep_of(directory: Path) -> dict[str, Any]:
-    """sweep.json, with all of its jobs; empty where it cannot be read."""
-    try:
-        found = read_json(directory / SWEEP)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def result_of(run_dir: Path) -> Result:

@@ -118,7 +118,7 @@ class Run:
 
     @property
     def metric(self) -> float | None:
-        if self.result.metric is not None and self.metric_name == self.result.metric_name:
+        if self.result.metric is not None:
             return self.result.metric
         curve = self.history.evaluation(self.metric_name or "")
         return None if curve is None else curve.last

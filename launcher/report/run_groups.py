@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
-from launcher.report.curve import mean_and_deviation
 from launcher.report.run import Run
 from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
@@ -39,7 +39,7 @@ class RunGroup:
     @property
     def mean_metric(self) -> float | None:
         """Over the runs that are done; None where none has it, or where it is no number."""
-        mean = self.mean(compared)
+        mean = self.mean(attrgetter("metric"))
         return mean if mean is not None and math.isfinite(mean) else None
 
     def mean(self, of: OfRun) -> float | None:
@@ -53,8 +53,11 @@ class RunGroup:
         return compared_by(self.runs)
 
     def mean_std(self, of: OfRun, shown: Callable[[float], str]) -> str:
-        """Mean and deviation over the runs that are done."""
-        return mean_and_deviation([of(run) for run in self.done], shown)
+        """Mean ± standard deviation over the runs that are done; a dash where none has the value."""
+        known = [value for run in self.done if (value := of(run)) is not None]
+        if len(known) < 2:
+            return shown(known[0]) if known else "-"
+        return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"
 
 
 def grouped(runs: Sequence[Run]) -> list[RunGroup]:
@@ -129,15 +132,9 @@ def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
     return next(known, not metric_name.endswith("loss"))
 
 
-def compared(run: Run) -> float | None:
-    """What the run is compared by."""
-    return run.metric if run.result.metric is None else run.result.metric
-
-
 def compared_by(runs: Sequence[Run]) -> str:
     """The name of the metric by which these runs are compared; "" if none was evaluated."""
-    named = [run.result.metric_name for run in runs] + [run.metric_name for run in runs]
-    return next((str(name) for name in named if name), "")
+    return next((name for run in runs if (name := run.metric_name)), "")
 
 
 def best_first(groups: Sequence[RunGroup]) -> list[RunGroup]:
@@ -179,6 +176,6 @@ def ended(group: RunGroup) -> str:
 
 def metric_cell(group: RunGroup, name: str) -> str:
     """Mean and deviation of the group's metric, with its name where that is not `name`."""
-    value = group.mean_std(compared, partial(metric, group.metric_name))
+    value = group.mean_std(attrgetter("metric"), partial(metric, group.metric_name))
     has_name = group.mean_metric is not None and group.metric_name != name
     return f"{metric_title(group.metric_name)} {value}" if has_name else value

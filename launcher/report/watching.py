@@ -27,7 +27,6 @@ LONGEST_NAME = 40  # characters of a job's name, of which the end is shown
 SHOWN_JOBS = 5  # that are left
 # Without a running job and a comparison, after which a sweep has ended: its next job starts sooner
 QUIET_S = 60.0
-KILLED_S = 3.0  # the same, where the sweep's process no longer exists
 
 
 class RunView:
@@ -100,8 +99,8 @@ class SweepView:
         now = time.monotonic()
         self._quiet_since = (self._quiet_since or now) if ended else None
         compared = (self._directory / TABLE).exists()
-        limit_s = KILLED_S if is_killed else QUIET_S
-        self._over = ended and (compared or now - (self._quiet_since or now) > limit_s)
+        is_quiet = now - (self._quiet_since or now) > QUIET_S
+        self._over = ended and (compared or is_killed is True or is_quiet)
         return self._over
 
     def screen(self) -> list[str]:

@@ -375,7 +375,6 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
 def test_a_killed_sweep_is_over_soon_unless_its_jobs_continue(
     tmp_path, monkeypatch, of_sweep, of_job, over
 ) -> None:
-    monkeypatch.setattr("launcher.report.watching.KILLED_S", 0.0)
     holders = {"ended": ended_process(), "lives": Holder.this()}
     job = tmp_path / "0_seed=0"
     job.mkdir()

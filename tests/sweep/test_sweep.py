@@ -61,8 +61,6 @@ def test_jobs_side_by_side_have_the_results_of_jobs_one_by_one(tmp_path: Path) -
         logs = sorted((place / "sweep").glob("*/output.log"))
         assert len(logs) == (4 if parallel == 2 else 0)
         assert all("done after" in log.read_text() for log in logs)
-        table = (place / "sweep" / "summary.md").read_text()
-        assert re.search(r"^4 jobs: 4 done; \S+ device hours\.$", table, re.M)
         rows = list(csv.DictReader((place / "sweep" / "summary.csv").read_text().splitlines()))
         assert [(row["exit"], row["attempts"]) for row in rows] == [("0", "1")] * 4
         assert all(float(row["device_seconds"]) > 0 for row in rows)
