@@ -33,7 +33,7 @@ EVERY_S = 0.1  # until the events of steps are in the files: what a killed proce
 def open_telemetry(
     config: Config,
     environ: Mapping[str, str],
-    patience: TrackerTimeouts | None = None,
+    timeouts: TrackerTimeouts | None = None,
 ) -> Telemetry:
     """Open all sinks of a run, for rank 0. Raises StorageError, ConfigError."""
     refuse_missing(config.tracker)
@@ -50,8 +50,9 @@ def open_telemetry(
     run_id = config.tracker.run_id or saved_run_id(run_dir) or new_run_id()
     if not config.tracker.names:
         telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
+    timeouts = timeouts or TrackerTimeouts()
     for name in config.tracker.names:
-        run, timeouts = _tracked_run(config, name, run_id, environ), patience or TrackerTimeouts()
+        run = _tracked_run(config, name, run_id, environ)
         make_tracker: Callable[[], Tracker] = partial(make, name)
         if name != "wandb":
             telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)

@@ -42,13 +42,13 @@ class TrackerSink(Sink):
         make: Callable[[], Tracker],
         run: RunInfo,
         warn: Callable[[str], None],
-        patience: TrackerTimeouts | None = None,
+        timeouts: TrackerTimeouts | None = None,
     ) -> None:
         self.name = name
         self._make = make
         self._run = run
         self._warn = warn
-        self._patience = patience or TrackerTimeouts()
+        self._timeouts = timeouts or TrackerTimeouts()
         self._records: SimpleQueue[Record | None] = SimpleQueue()  # None: no more come
         self._exit_code = 1  # until an `end` event sets it: a run that dies has failed
         self._has_failed = False
@@ -67,7 +67,7 @@ class TrackerSink(Sink):
         """Wait until the tracker has everything, up to a limit."""
         self._records.put(None)
         # A few seconds more than the limits that the tracker itself was given.
-        limit_s = self._patience.init_s + self._patience.finish_s + 5
+        limit_s = self._timeouts.init_s + self._timeouts.finish_s + 5
         self._thread.join(limit_s)
         if self._thread.is_alive():
             self._give_up(f"it did not finish within {limit_s:g} s")

@@ -30,8 +30,8 @@ DEFAULTS = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 class WandbTracker:
     """Implements `Tracker`. `warn` receives problems that do not end tracking."""
 
-    def __init__(self, online: bool, warn: Callable[[str], None], patience: TrackerTimeouts) -> None:
-        self._online, self._warn, self._patience = online, warn, patience
+    def __init__(self, online: bool, warn: Callable[[str], None], timeouts: TrackerTimeouts) -> None:
+        self._online, self._warn, self._timeouts = online, warn, timeouts
         self._run: Run | None = None
 
     def start(self, run: protocol.RunInfo) -> None:
@@ -63,17 +63,17 @@ class WandbTracker:
 
         if self._online:
             try:
-                return _init(run, True, self._patience)
+                return _init(run, True, self._timeouts)
             except Exception as error:  # errors of wandb, of its service and of the network
                 wandb.teardown()  # its service would refuse the id of the run that it began
                 self._warn(
                     f"wandb could not start online ({described(error)}); it continues offline, "
                     f"later: {sync_command(run.directory)}"
                 )
-        return _init(run, False, self._patience)
+        return _init(run, False, self._timeouts)
 
 
-def _init(run: protocol.RunInfo, online: bool, patience: TrackerTimeouts) -> Run:
+def _init(run: protocol.RunInfo, online: bool, timeouts: TrackerTimeouts) -> Run:
     """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
     import wandb
 
@@ -91,7 +91,7 @@ def _init(run: protocol.RunInfo, online: bool, patience: TrackerTimeouts) -> Run
         # Otherwise a second run in this process, such as the next of a sweep, would get the first one.
         reinit="finish_previous",
         resume="allow" if online else None,  # offline, `wandb sync` merges the files of one id
-        settings=wandb.Settings(init_timeout=patience.init_s, finish_timeout=patience.finish_s),
+        settings=wandb.Settings(init_timeout=timeouts.init_s, finish_timeout=timeouts.finish_s),
     )
 
 
