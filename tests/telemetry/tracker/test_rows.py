@@ -1,10 +1,9 @@
-"""The names under which trackers get events, and the ids of runs. Pure functions."""
+"""The names under which trackers get events. Pure functions."""
 
 import pytest
 
 from launcher.telemetry.tracker.protocol import ConfusionMatrix, Histogram, Table, Text
 from launcher.telemetry.tracker.rows import media_of, scalars_of
-from launcher.telemetry.tracker.wandb_tracker import new_run_id
 
 
 @pytest.mark.parametrize(
@@ -62,11 +61,3 @@ def test_gradients_and_reports_have_histograms_and_tables():
         "eval/classes": Table(("class", "precision", "support"), [("a", 1.0, 3)]),
         "eval/confusion_matrix": ConfusionMatrix(["a"], [[3]]),
     }
-
-
-def test_run_ids_are_what_wandb_takes():
-    ids = {new_run_id() for _ in range(100)}
-    assert len(ids) == 100
-    assert all(
-        (len(run_id) == 8 and run_id.isalnum() and run_id.islower()) or run_id.isdigit() for run_id in ids
-    )

@@ -69,11 +69,6 @@ def test_every_type_of_value_arrives_as_it_was_chosen(form: str, tmp_path: Path)
     }
 
 
-def test_names_of_groups_stay_unquoted(tmp_path: Path) -> None:
-    words, environ = agents_words(tmp_path, FORMS[0], {"recipe": "resnet18", "schedule": "constant"})
-    assert with_typed_values(words, environ) == ["recipe=resnet18", "schedule=constant"]
-
-
 # 1e-3 is the exception: see above.
 TEXTS = st.text(max_size=9).map(lambda text: f"{text} " if "e" in text.lower() else text)
 

@@ -33,9 +33,6 @@ from tests.run_dir.test_records import sample_config
 from tests.telemetry.made import made
 
 plan = json.loads(sys.argv[1])
-if plan.get("limit_bytes"):
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (plan["limit_bytes"], plan["limit_bytes"]))
 slowest_s, closing_s, dirs, held = 0.0, [], [], ExitStack()
 
 def is_on_disk(directory, name):
@@ -44,10 +41,8 @@ def is_on_disk(directory, name):
 
 for job in range(plan.get("jobs", 1)):
     wanted = sample_config(plan.get("dir", ""))
-    began = time.monotonic()
     config = held.enter_context(open_run_dir(wanted, [])).config
     telemetry = open_telemetry(config, os.environ, TrackerTimeouts(*plan.get("patience", ())))
-    opening_s = time.monotonic() - began
     telemetry.emit(made("start", 0, total_steps=plan["steps"]))
     for step in range(1, plan["steps"] + 1):
         began = time.monotonic()
@@ -77,7 +72,7 @@ for job in range(plan.get("jobs", 1)):
     dirs.append(config.run.dir)
 
 print("RESULT " + json.dumps({
-    "dirs": dirs, "opening_s": opening_s, "slowest_s": slowest_s, "closing_s": closing_s,
+    "dirs": dirs, "slowest_s": slowest_s, "closing_s": closing_s,
 }))
 """
 
@@ -167,7 +162,6 @@ def test_without_a_key_and_a_terminal_the_run_is_tracked_offline(offline):
     assert offline.warnings == []
     assert f"tracker offline: {NO_KEY}" in offline.out
     assert f"wandb sync {offline.dirs[0]}/wandb/offline-run-*" in offline.out
-    assert offline.said["opening_s"] < at_most(1)
 
 
 @pytest.mark.slow
@@ -284,16 +278,6 @@ def test_a_server_that_does_not_answer_ends_in_an_offline_run_with_one_warning(t
     assert trained.seconds < at_most(15)
     rows = history_of(offline_records(trained.dirs[0]))
     assert len([row for row in rows if "train/loss" in row]) == 5, "nothing that was logged meanwhile is lost"
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
-    trained = train(tmp_path, {"steps": 400, "limit_bytes": 20_000})
-    assert trained.code == 0, trained.err
-    first, last = trained.warnings
-    assert "metrics.jsonl cannot be written" in first
-    assert "metrics.jsonl could not be written " in last
-    assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
 
 
 @pytest.mark.slow
