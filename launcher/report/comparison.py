@@ -135,7 +135,7 @@ def as_csv(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> str:
         found["error"] = (job.get("error") or run.error).partition("\n")[0] or None
         found |= {key: job.get(key) for key in (RECORDED if jobs else ())}
         overrides = {key: run.overrides.get(key) for key in keys}
-        rows.append({"job": run.directory.name} | overrides | found | run.result.metrics)
+        rows.append({"job": run.directory.name, **overrides, **found, **run.result.metrics})
     text = io.StringIO()
     titles = dict.fromkeys(title for row in rows for title in row)
     writer = csv.DictWriter(text, titles, lineterminator="\n")  # None: empty
