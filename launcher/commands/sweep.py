@@ -52,10 +52,8 @@ def run_sweep(
     if settings.name == "grid" and settings.stop.max_trials is not None:
         advice = "List fewer values, or draw them at random: sweep=random."
         raise errors.ConfigError(f"sweep.stop.max_trials: a grid runs all of its jobs. {advice}")
-    if settings.name == "tpe":
+    if settings.name == "tpe" or settings.prune == "asha":
         imported_optuna()  # refused before the sweep's directory is made
-    if settings.prune == "asha":
-        imported_optuna("sweep.prune=asha", "Without it all jobs run to their end.")
 
     def devices_of(config: Config) -> int:
         nproc = devices_of_a_job(config)

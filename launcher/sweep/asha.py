@@ -39,7 +39,7 @@ class Pruner:
 
         Raises ConfigError without Optuna.
         """
-        self._optuna = imported_optuna("sweep.prune=asha", "Without it all jobs run to their end.")
+        self._optuna = imported_optuna()
         self._directory, self._grace_period = directory, grace_period
         self._readers: dict[int, HistoryReader] = {}  # by number of the job
         self._studies: dict[str, Any] = {}  # by metric: only jobs of one metric are compared

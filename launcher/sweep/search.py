@@ -89,13 +89,14 @@ def _written(dimension: Dimension, value: Any) -> str:
     return str(value) if isinstance(dimension, Choices) else dimension.written(value)
 
 
-def imported_optuna(key: str = "sweep=tpe", instead: str = "sweep=random searches without it.") -> Any:
-    """Raises ConfigError, with what to install, where it is absent, and what `key` can be replaced by."""
+def imported_optuna() -> Any:
+    """Raises ConfigError, with what to install, where it is absent."""
     try:
         import optuna
     except ImportError as error:
         install = "pip install 'fp16-launcher[sweep]', or pip install 'optuna>=4.9,<6'"
-        raise ConfigError(f"{key} needs Optuna: {install}. {instead}") from error
+        words = "sweep=tpe and sweep.prune=asha need Optuna"
+        raise ConfigError(f"{words}: {install}. sweep=random searches without it.") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # one line per trial would be printed twice
     return optuna
 

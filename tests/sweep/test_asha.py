@@ -72,7 +72,7 @@ def test_jobs_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
 
 def test_without_optuna_pruning_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"sweep\.prune=asha needs Optuna: pip install"):
+    with pytest.raises(ConfigError, match=r"sweep\.prune=asha need Optuna: pip install"):
         Pruner(tmp_path, 1, [])
 
 

@@ -94,7 +94,7 @@ def test_a_search_without_optuna_leaves_nothing(tmp_path: Path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "optuna", None)
     place = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     assert main(["-m", "recipe=resnet18", "sweep=tpe", "optim.lr=0.05,0.1", place]) == 2
-    assert "sweep=tpe needs Optuna" in capsys.readouterr().err
+    assert "sweep=tpe and sweep.prune=asha need Optuna" in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
 
 
