@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 from launcher.config.codec import FLAT, decoded, encoded
 from launcher.run_dir.result import StepTime
 
-FORMAT = 1  # of the events; a reader of an older one leaves out what it does not know
-
 
 @dataclass(frozen=True)
 class Event:
@@ -32,7 +30,6 @@ class StartEvent(Event):
     """A process of the run begins its first step."""
 
     kind = "start"
-    format: int = FORMAT
     epochs: int | None = None
     steps_per_epoch: int | None = None
     total_steps: int | None = None  # of the whole run
