@@ -59,7 +59,7 @@ class Telemetry(AbstractContextManager["Telemetry"]):
         sinks: Iterable[Sink] = (),
         every_s: float | None = None,
     ) -> None:
-        self._sinks: list[Sink] = []
+        self._sinks = list(sinks)
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
         self._waiting: deque[Event] = deque(maxlen=LIMIT)
@@ -72,8 +72,6 @@ class Telemetry(AbstractContextManager["Telemetry"]):
             self._writer = threading.Thread(
                 target=self._write, args=(every_s,), name="telemetry", daemon=True
             )
-        for sink in sinks:
-            self.add(sink)
         if self._writer is not None:
             self._writer.start()
 

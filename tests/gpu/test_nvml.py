@@ -15,11 +15,13 @@ from tests.telemetry.test_stream import Kept
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 
 
-def test_the_gpu_of_a_rank_is_measured_while_it_works(gpu: torch.device) -> None:
+def test_the_gpu_of_a_rank_is_measured_while_it_works(gpu: torch.device, monkeypatch) -> None:
+    monkeypatch.setattr("launcher.telemetry.gpu.sampler.SAMPLE_S", 0.1)
+    monkeypatch.setattr("launcher.telemetry.gpu.sampler.WINDOW_S", 0.5)
     kept = Kept("kept")
     telemetry = Telemetry([kept])
     uuid = str(torch.cuda.get_device_properties(gpu).uuid)
-    sampler = GpuSampler(telemetry, [uuid], window_s=0.5, sample_s=0.1)
+    sampler = GpuSampler(telemetry, [uuid])
     telemetry.add(sampler)
     a = torch.randn(4096, 4096, device=gpu, dtype=torch.float16)
     began = time.monotonic()

@@ -50,16 +50,12 @@ class GpuSampler(Sink):
         uuids: Sequence[str | None],
         *,
         energy_before_j: float = 0.0,
-        sample_s: float = SAMPLE_S,
-        window_s: float = WINDOW_S,
     ) -> None:
         self._telemetry = telemetry
         self._uuids = uuids
         self._before_j = energy_before_j
-        self._sample_s = sample_s
-        self._window_s = window_s
         self._step = self._emitted = 0  # the latest that was logged, and the latest that ended a window
-        self._due_s = time.monotonic() + window_s
+        self._due_s = time.monotonic() + WINDOW_S
         self._wake = threading.Event()
         self._ending = False
         self._energy_j: float | None = None  # of this process
@@ -107,11 +103,11 @@ class GpuSampler(Sink):
         self._telemetry.decision("gpu", f"measured through NVML: {', '.join(map(str, gpus))}")
         began_s = time.monotonic()
         while not self._ending:
-            self._wake.wait(self._sample_s)
+            self._wake.wait(SAMPLE_S)
             self._wake.clear()
             for window in windows:
                 window.sample()
-            if self._step > self._emitted and time.monotonic() - began_s >= self._window_s:
+            if self._step > self._emitted and time.monotonic() - began_s >= WINDOW_S:
                 began_s = self._close(windows, began_s)
         if self._step > self._emitted:
             self._close(windows, began_s)
@@ -119,7 +115,7 @@ class GpuSampler(Sink):
     def _close(self, windows: Sequence[GpuWindow], began_s: float) -> float:
         """End the window at the latest step and emit it. Returns when the next one begins."""
         self._emitted, now_s = self._step, time.monotonic()
-        self._due_s = now_s + self._window_s
+        self._due_s = now_s + WINDOW_S
         seconds = now_s - began_s
         numbers = [window.close(seconds) for window in windows]
         self._emit(seconds, numbers)

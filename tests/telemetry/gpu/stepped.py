@@ -117,10 +117,10 @@ def sampled(
 
     sampler_module.time = SimpleNamespace(monotonic=clock.now_s)  # type: ignore[assignment]
     sampler_module.threading = SimpleNamespace(Event=Event, Thread=threading.Thread)  # type: ignore[assignment]
-    sampler_module.PATIENCE_S = LIMIT_S
+    sampler_module.SAMPLE_S, sampler_module.WINDOW_S, sampler_module.PATIENCE_S = 0.01, 0.06, LIMIT_S
     kept = Kept()
     telemetry = Telemetry([kept])
-    sampler = GpuSampler(telemetry, uuids, energy_before_j=1000.0, sample_s=0.01, window_s=0.06)
+    sampler = GpuSampler(telemetry, uuids, energy_before_j=1000.0)
     telemetry.add(sampler)
     for step in range(1, steps + 1):
         clock.advance(0.01)
