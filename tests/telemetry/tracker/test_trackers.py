@@ -16,7 +16,7 @@ from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, RunI
 from launcher.telemetry.tracker.registry import make, refuse_unknown
 from tests.configs import composed
 from tests.forked import launch_forked
-from tests.os.test_oom import RECIPE, YAML
+from tests.telemetry.tracker.tiny import RECIPE, YAML
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "launcher" / "telemetry" / "README.md").read_text()
@@ -74,7 +74,7 @@ def test_the_tracker_of_the_readme_runs_beside_the_others(tmp_path: Path) -> Non
     assert len(OWN.splitlines()) <= 25
     (tmp_path / "own" / "recipe").mkdir(parents=True)
     (tmp_path / "own" / "recipe" / "tiny.yaml").write_text(YAML)
-    (tmp_path / "mine.py").write_text(RECIPE.replace("{build}", "pass") + OWN)
+    (tmp_path / "mine.py").write_text(RECIPE + OWN)
     words = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "train.max_steps=2", "run.dir=run"]
     names = "tracker.name=[csv,tensorboard,wandb]"
     done = launch_forked(tmp_path, [*words, names, "train.log_every_steps=1"], HOME=str(tmp_path))

@@ -11,8 +11,8 @@ from launcher.errors import ConfigError
 from launcher.telemetry.tracker.wandb_environment import with_environment
 from tests.configs import composed
 from tests.forked import launch_forked
-from tests.os.test_oom import RECIPE, YAML
 from tests.telemetry.tracker.test_wandb_session import offline_records
+from tests.telemetry.tracker.tiny import RECIPE, YAML
 
 CANARY = "canary-0123456789abcdef0123456789abcdef01"
 ALL = {
@@ -32,7 +32,7 @@ ALL = {
 def train(directory: Path, *words: str, **environ: str) -> str:
     (directory / "own" / "recipe").mkdir(parents=True)
     (directory / "own" / "recipe" / "tiny.yaml").write_text(YAML + "tracker: {project: yaml, tags: [yaml]}\n")
-    (directory / "mine.py").write_text(RECIPE.replace("{build}", "pass"))
+    (directory / "mine.py").write_text(RECIPE)
     fixed = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "train.max_steps=2"]
     done = launch_forked(directory, [*fixed, *words], HOME=str(directory), **environ)
     assert done.returncode == 0, done.stdout + done.stderr
