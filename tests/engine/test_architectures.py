@@ -186,7 +186,7 @@ def test_what_leaves_fp16_trains_once_its_modules_compute_in_fp32(name: str) -> 
 
     assert step()
     for _ in range(4):
-        finding = diagnose(model, forward).finding
+        finding = diagnose(model, forward)
         if finding is None:
             break
         stepper.compute_in_fp32(kind_of(model, finding.name))

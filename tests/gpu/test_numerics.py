@@ -153,7 +153,7 @@ def test_the_culprit_of_a_step_and_of_a_pass_is_named(device) -> None:
         with stepper.forward():
             stepper.model(x)
 
-    finding = diagnose(stepper.model, run).origin
+    finding = diagnose(stepper.model, run)
     assert finding is not None
     assert (finding.name, finding.inputs_finite) == ("0", True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -16,57 +16,35 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.names import named_buffers, named_modules, named_parameters
+from launcher.engine.names import named_modules, named_parameters
 from launcher.engine.precision.op_lists import map_tensors
+from launcher.evaluation.evaluate import unchanged
 from launcher.trainer.device import uncompiled
 
 Kind = Literal["nan", "inf"]
-MAX_ROWS = 64  # rows of an output that are listed; more would not help
 
 
 @dataclass(frozen=True)
 class ModuleFinding:
-    """A module whose output was not finite.
-
-    `input_range` is the smallest and largest finite input, None if there was none. `rows` are the first
-    positions along the output's first dimension that hold such a value, out of `num_rows`: the samples, if
-    that is the batch dimension.
-    """
+    """A module whose output, or at which a gradient, was not finite."""
 
     name: str  # without torch.compile's prefixes; "" is the model itself
     type: str
-    kind: Kind  # nan where the output holds both
-    position: int  # calls of modules that had ended before it, in this pass
-    inputs_finite: bool
-    input_range: tuple[float, float] | None
-    rows: tuple[int, ...]
-    num_rows: int
+    kind: Kind  # nan where the tensor holds both
+    position: int  # in this pass: calls of modules that had ended before it, or gradients
+    inputs_finite: bool = False
+    input_range: tuple[float, float] | None = None  # smallest and largest finite input; None without any
 
 
-@dataclass
-class Diagnosis:
-    """Result of one observed forward pass.
+def diagnose(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
+    """Observe one forward pass: the first module that makes values that are not finite from finite ones.
 
-    `origin` is the first module with a non-finite output from finite inputs; `first` the first with a
-    non-finite output, whatever its inputs.
+    Without one, the first whose output is not finite, whatever its inputs. `run` does the forward pass, in
+    whatever context it needs. Modules are ordered by the end of their calls, so an inner module is named
+    before its parent. Buffers that the pass updates (BatchNorm statistics) are restored.
     """
-
-    origin: ModuleFinding | None = None
-    first: ModuleFinding | None = None
-    parameters: tuple[str, ...] = ()  # those that hold a value that is not finite
-
-    @property
-    def finding(self) -> ModuleFinding | None:
-        return self.origin or self.first
-
-
-def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
-    """Observe one forward pass. Buffers that it updates (BatchNorm statistics) are restored.
-
-    `run` does the forward pass, in whatever context it needs. Modules are ordered by the end of their calls,
-    so an inner module is named before its parent.
-    """
-    found, ended = Diagnosis(), itertools.count()
+    found: list[ModuleFinding] = []
+    ended = itertools.count()
     # Of the inputs of each call that has not ended, whether they are finite, and their range.
     calls: list[tuple[bool, tuple[float, float] | None]] = []
 
@@ -77,50 +55,28 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
     def leave(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         number, (finite, span) = next(ended), calls.pop()
         bad = next((tensor for tensor in _floats(output) if not _finite(tensor)), None)
-        if bad is not None and found.origin is None:
-            kind, num_rows = type(module).__name__, len(bad) if bad.ndim else 1
-            rows = _rows(bad, num_rows)
-            finding = ModuleFinding(name, kind, _kind(bad), number, finite, span, rows, num_rows)
-            found.first = found.first or finding
-            found.origin = finding if finite else None
+        if bad is not None:
+            found.append(ModuleFinding(name, type(module).__name__, _kind(bad), number, finite, span))
 
-    with torch.no_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
+    with torch.no_grad(), unchanged(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
         run()
-    found.parameters = tuple(nonfinite_parameters(model))
-    return found
+    return next((each for each in found if each.inputs_finite), next(iter(found), None))
 
 
-@dataclass(frozen=True)
-class GradientFinding:
-    """A module at which the gradient was no longer finite on its way back."""
-
-    name: str
-    type: str
-    kind: Kind
-    position: int  # gradients that had been seen before it, in this pass
-
-
-@dataclass
-class BackwardDiagnosis:
-    """Result of one observed backward pass.
+class BackwardWatch:
+    """The hooks of one backward pass, and what they have found.
 
     `origin`: the first module whose outputs had finite gradients and whose inputs had not. `source`: the
     first module whose output had such a gradient, after `origin` if there is one: it makes what `origin`
     reads, or, without an `origin`, what the model's own code between modules reads.
     """
 
-    origin: GradientFinding | None = None
-    source: GradientFinding | None = None
-
-
-class _BackwardWatch:
-    """The hooks of one backward pass."""
-
     def __init__(self) -> None:
-        self.found = BackwardDiagnosis()
+        self.origin: ModuleFinding | None = None
+        self.source: ModuleFinding | None = None
         self._calls, self._seen = itertools.count(), itertools.count()
         self._open: list[int] = []  # calls of modules that have not ended
         self._bad_outputs: set[int] = set()  # calls
@@ -132,9 +88,9 @@ class _BackwardWatch:
 
         def seen(gradient: Tensor) -> None:
             number = next(self._seen)
-            if self.found.origin is None and call not in self._bad_outputs and not _finite(gradient):
-                self.found.origin = GradientFinding(name, type(module).__name__, _kind(gradient), number)
-                self.found.source = None  # that of a part of this module
+            if self.origin is None and call not in self._bad_outputs and not _finite(gradient):
+                self.origin = ModuleFinding(name, type(module).__name__, _kind(gradient), number)
+                self.source = None  # that of a part of this module
 
         def viewed(value: Tensor) -> Tensor:
             if not value.requires_grad:
@@ -152,18 +108,18 @@ class _BackwardWatch:
             number = next(self._seen)
             if not _finite(gradient):
                 self._bad_outputs.add(call)
-                if self.found.source is None:
-                    self.found.source = GradientFinding(name, type(module).__name__, _kind(gradient), number)
+                if self.source is None:
+                    self.source = ModuleFinding(name, type(module).__name__, _kind(gradient), number)
 
         for tensor in _floats(output):
             if tensor.requires_grad:
                 tensor.register_hook(seen)  # type: ignore[no-untyped-call]
 
 
-def diagnose_backward(model: nn.Module, run: Callable[[], object]) -> BackwardDiagnosis:
+def diagnose_backward(model: nn.Module, run: Callable[[], object]) -> BackwardWatch:
     """Observe one forward and backward pass, `run`. Buffers that it updates are restored."""
-    watch = _BackwardWatch()
-    with torch.enable_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
+    watch = BackwardWatch()
+    with torch.enable_grad(), unchanged(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
             # Before the hook that widens the inputs of a module in fp32: what becomes half again is seen.
             enter = module.register_forward_pre_hook(
@@ -172,24 +128,12 @@ def diagnose_backward(model: nn.Module, run: Callable[[], object]) -> BackwardDi
             hooks.callback(enter.remove)
             hooks.callback(module.register_forward_hook(partial(watch.leave, name)).remove)
         run()
-    return watch.found
+    return watch
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
     """Names of the parameters that hold inf or nan, as the model computes with them."""
-    return [name for name, p in named_parameters(model).items() if not bool(p.detach().isfinite().all())]
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the values of the model's buffers on exit."""
-    before = {name: buffer.detach().clone() for name, buffer in named_buffers(model).items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in named_buffers(model).items():
-                buffer.copy_(before[name])
+    return [name for name, p in named_parameters(model).items() if not _finite(p.detach())]
 
 
 def _kind(tensor: Tensor) -> Kind:
@@ -216,8 +160,3 @@ def _range(tensors: list[Tensor]) -> tuple[float, float] | None:
     if not ends:
         return None
     return min(float(low) for low, _ in ends), max(float(high) for _, high in ends)
-
-
-def _rows(tensor: Tensor, num_rows: int) -> tuple[int, ...]:
-    bad = ~tensor.isfinite().reshape(num_rows, -1).all(1)
-    return tuple(bad.nonzero().flatten()[:MAX_ROWS].tolist())

@@ -8,9 +8,8 @@ the step, so that dropout masks are the same. Called only after such a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +17,10 @@ from torch import Tensor
 from launcher.data.seeding import seed_compute
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import all_gather_str
-from launcher.engine.names import named_parameters
 from launcher.errors import counted, described, listed
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics import nonfinite
-from launcher.trainer.diagnostics.nonfinite import Diagnosis, ModuleFinding
+from launcher.trainer.diagnostics.nonfinite import ModuleFinding
 from launcher.trainer.progress import Position
 
 NOT_FOUND = 2**64 - 1  # the order of a rank that found nothing: after all others
@@ -34,11 +32,12 @@ MAX_RANKS = 4
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What one rank found; the smallest `order` came first in the pass. `module` is that of an overflow."""
+    """What one rank found; the smallest `order` came first in the pass."""
 
     order: int
     text: str = field(compare=False)
-    module: str = field(default="", compare=False)
+    samples: str = field(default="", compare=False)  # those at fault, or the whole micro-batch, as text
+    module: str = field(default="", compare=False)  # which made values that are not finite from finite ones
 
 
 class NonFiniteInspector:
@@ -49,15 +48,8 @@ class NonFiniteInspector:
         self._stepper = context.stepper
 
     def broken_weights(self) -> str:
-        """The weights that are not finite, each with its master's value; empty if all are finite.
-
-        All ranks hold the same weights, so all get the same answer.
-        """
-        broken = nonfinite.nonfinite_parameters(self._stepper.model)
-        masters = self._stepper.named_masters() if broken else {}
-        weights = named_parameters(self._stepper.model)
-        texts = {name: master_text(masters[name], weights[name].dtype) for name in broken if name in masters}
-        return listed([f"{name} ({texts[name]})" if name in texts else name for name in broken], MAX_NAMES)
+        """The weights that are not finite; empty if all are. The same on all ranks, as the weights are."""
+        return listed(nonfinite.nonfinite_parameters(self._stepper.model), MAX_NAMES)
 
     def explain(self, position: Position, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where the step at `position` went wrong, as lines of text; the same on all ranks.
@@ -67,7 +59,7 @@ class NonFiniteInspector:
         ones: the step did not change them, but the next one, already launched when this one is read, may
         have.
         """
-        return format_by_rank(self._of_all_ranks(partial(self._inspect, position, backward)), suspected_ranks)
+        return format_by_rank(self._of_all_ranks(position, backward), suspected_ranks)
 
     def overflow(self, position: Position, backward: bool) -> Finding | None:
         """The first module that made values that are not finite from finite ones, in the step just read.
@@ -76,50 +68,18 @@ class NonFiniteInspector:
         weight or the loss itself was not finite. The same on all ranks: that of the rank which has the
         earliest. A collective.
         """
-        first = min(self._of_all_ranks(partial(self._first_overflow, position, backward)))
+        first = min(self._of_all_ranks(position, backward))
         return first if first.module else None
 
-    def _of_all_ranks(self, inspect: Callable[[], Finding]) -> list[Finding]:
+    def _of_all_ranks(self, position: Position, backward: bool) -> list[Finding]:
         """What each rank found, in rank order, on all ranks. A collective."""
         try:
-            own = inspect()
+            own = self._inspect(position, backward)
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
             own = Finding(NOT_FOUND - 1, f"the batch could not be run again: {described(error)}")
         texts = all_gather_str(self._context.env, json.dumps(asdict(own)))
         return [Finding(**json.loads(text)) for text in texts]
-
-    def _first_overflow(self, position: Position, backward: bool) -> Finding:
-        """Evidence without a module where the cause is something else."""
-        found = [Finding(NOT_FOUND, "")]
-        for number, batch in enumerate(self._context.batches.step(position.epoch, position.step_of_epoch)):
-            if backward:
-                found.append(self._gradient_overflow(batch, position, number))
-                continue
-            origin = self._run(batch, position, number)[
-                0
-            ].origin  # of all micro-batches: collectives within modules match
-            if any(map(nonfinite_rows, batch.values())):
-                found.append(Finding(number << 32, ""))
-            elif origin is not None:
-                found.append(Finding((number << 32) + origin.position, module_text(origin), origin.name))
-        return min(found)
-
-    def _gradient_overflow(self, batch: Batch, position: Position, number: int) -> Finding:
-        """The first module at which the gradient of a micro-batch is not finite, of those not in fp32."""
-        self._seed(position, number)
-        stepper = self._stepper
-        found = nonfinite.diagnose_backward(
-            stepper.model, lambda: stepper.dry_backward(self._loss_sum(batch))
-        )
-        for place, module in (("input", found.origin), ("output", found.source)):
-            if module is not None and module.name and module.name not in stepper.fp32_modules:
-                text = (
-                    f"first gradient that was not finite: at the {place} of {module.name} ({module.type}), "
-                    f"{module.kind}"
-                )
-                return Finding((number << 32) + AFTER_FORWARD + module.position, text, module.name)
-        return Finding(NOT_FOUND, "")
 
     def _inspect(self, position: Position, backward: bool) -> Finding:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
@@ -134,12 +94,28 @@ class NonFiniteInspector:
             found.append(evidence_of(forward, loss_finite, number, batch, indices, arithmetic, back))
         return min(found, default=Finding(NOT_FOUND, "no samples"))
 
-    def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
+    def _run(self, batch: Batch, position: Position, number: int) -> tuple[ModuleFinding | None, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
         self._seed(position, number)
         losses: list[Tensor] = []
-        diagnosis = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
-        return diagnosis, bool(losses[0].isfinite())
+        found = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
+        return found, bool(losses[0].isfinite())
+
+    def _gradient_overflow(self, batch: Batch, position: Position, number: int) -> Finding | None:
+        """The first module at which the gradient of a micro-batch is not finite, of those not in fp32."""
+        self._seed(position, number)
+        stepper = self._stepper
+        found = nonfinite.diagnose_backward(
+            stepper.model, lambda: stepper.dry_backward(self._loss_sum(batch))
+        )
+        for place, module in (("input", found.origin), ("output", found.source)):
+            if module is not None and module.name and module.name not in stepper.fp32_modules:
+                text = (
+                    f"first gradient that was not finite: at the {place} of {module.name} ({module.type}), "
+                    f"{module.kind}"
+                )
+                return Finding((number << 32) + AFTER_FORWARD + module.position, text, module=module.name)
+        return None
 
     def _seed(self, position: Position, number: int) -> None:
         plan = self._context.batches.plan
@@ -151,7 +127,7 @@ class NonFiniteInspector:
 
 
 def evidence_of(
-    diagnosis: Diagnosis,
+    finding: ModuleFinding | None,
     loss_finite: bool,
     number: int,
     batch: Batch,
@@ -161,30 +137,26 @@ def evidence_of(
 ) -> Finding:
     """The evidence in micro-batch `number`, which holds the training samples `indices`.
 
-    `arithmetic` is the dtype in which the model computes, `back` what its backward pass has shown.
+    `finding` is what its forward pass has shown, `back` its backward pass; `arithmetic` is the dtype in which
+    the model computes. By micro-batch first, then by position in its pass, which is below 2^32.
     """
-    finding = diagnosis.finding
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
-    if finding is None and loss_finite and not columns:
-        back = back or Finding(NOT_FOUND, "")
-        text = back.text or "what is not finite arises in the backward pass"
-        return replace(back, text=f"{samples_text((), indices)}; the forward pass is finite; {text}")
-    suspects = sorted({row for rows in columns.values() for row in rows})
-    if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
-        suspects = list(finding.rows)
-    parts = [samples_text([indices[row] for row in suspects], indices)]
-    parts += [f"not finite in the batch itself: {name}" for name in columns]
+    rows = sorted({row for rows in columns.values() for row in rows})
+    samples = samples_text([indices[row] for row in rows], indices)
+    if loss_finite and not columns:  # whatever a module gave, such as the -inf of a mask, did no harm
+        back = back or Finding(NOT_FOUND, "what is not finite arises in the backward pass")
+        return replace(back, text=f"the forward pass is finite; {back.text}", samples=samples)
+    parts = [f"not finite in the batch itself: {name}" for name in columns]
     parts += [beyond(name, column, arithmetic) for name, column in batch.items() if name not in columns]
-    parts = [part for part in parts if part]
-    if finding is not None:
-        parts.append(module_text(finding))
-    elif not loss_finite:
+    position, module = AFTER_FORWARD, ""
+    if finding is None and not loss_finite:
         parts.append("every module's output was finite, the loss was not")
-    if diagnosis.parameters:
-        parts.append(f"weights not finite: {listed(diagnosis.parameters, MAX_NAMES)}")
-    position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
-    # By micro-batch first, then by position in its pass, which is below 2^32.
-    return Finding((number << 32) + position, "; ".join(parts))
+    elif finding is not None:
+        parts.append(module_text(finding))
+        position = finding.position
+        module = finding.name if finding.inputs_finite and not columns else ""
+    position = 0 if columns else position
+    return Finding((number << 32) + position, "; ".join(filter(None, parts)), samples, module)
 
 
 def beyond(name: str, column: Tensor, arithmetic: torch.dtype) -> str:
@@ -222,7 +194,8 @@ def format_by_rank(found: Sequence[Finding], suspected_ranks: Sequence[int]) -> 
     """A line per rank that found something, the earliest first; if none did, the suspected ranks."""
     chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOT_FOUND]
     chosen = sorted(chosen, key=found.__getitem__) or list(suspected_ranks) or [0]
-    lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
+    texts = ["; ".join(filter(None, (each.samples, each.text))) for each in found]
+    lines = [f"  rank {rank}: {texts[rank]}" for rank in chosen[:MAX_RANKS]]
     if len(chosen) > MAX_RANKS:
         lines.append(f"  and {counted(len(chosen) - MAX_RANKS, 'more rank')}")
     return "\n".join(["The batch of that step, run again:", *lines])
@@ -233,10 +206,3 @@ def nonfinite_rows(column: Tensor) -> list[int]:
     if not column.is_floating_point() or not column.numel():
         return []
     return (~column.isfinite().reshape(len(column), -1).all(1)).nonzero().flatten().tolist()
-
-
-def master_text(master: Tensor, weight: torch.dtype) -> str:
-    """A text about a master whose weight, of this dtype, is not finite."""
-    if bool(master.isfinite().all()):
-        return f"master {float(master.abs().max()):.3g}, beyond the {torch.finfo(weight).max:.4g} of {weight}"
-    return "master nan" if bool(master.isnan().any()) else "master inf"

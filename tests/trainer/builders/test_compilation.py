@@ -144,9 +144,9 @@ def test_a_failure_is_found_within_compiled_blocks(graphs) -> None:
     num_graphs = len(graphs)
     with torch.no_grad():
         model.layers[1].outer.weight.fill_(1e38)
-    diagnosis = diagnose(model, lambda: model(x * 1e3))
-    assert diagnosis.origin is not None
-    assert diagnosis.origin.name == "layers.1.outer"
+    finding = diagnose(model, lambda: model(x * 1e3))
+    assert finding is not None
+    assert finding.name == "layers.1.outer"
     assert len(graphs) == num_graphs
 
 
