@@ -89,7 +89,7 @@ class Callback:
 
 
 class CallbackList:
-    """The callbacks of a run, called in order."""
+    """The callbacks of a run. Each of its hooks calls those that override it, in order."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.fill(callbacks)
@@ -101,66 +101,33 @@ class CallbackList:
             assert each.name, f"{type(each).__name__} has no name, the key of its saved state"
         self.names = [each.name for each in callbacks]  # in order
         assert len(set(self.names)) == len(callbacks), f"callbacks of one run share a name: {self.names}"
-        self._on_step_start = self._overridden(Callback.on_step_start)
-        self._on_step_launched = self._overridden(Callback.on_step_launched)
-        self._on_step_metrics = self._overridden(Callback.on_step_metrics)
-        self._on_step_end = self._overridden(Callback.on_step_end)
+        self.on_train_start = self._all(Callback.on_train_start)
+        self.on_step_start = self._all(Callback.on_step_start)
+        self.on_step_launched = self._all(Callback.on_step_launched)
+        self.on_step_metrics = self._all(Callback.on_step_metrics)
+        self.on_flush = self._all(Callback.on_flush)
+        self.on_eval_start = self._all(Callback.on_eval_start)
+        self.on_eval_end = self._all(Callback.on_eval_end)
+        self.on_train_end = self._all(Callback.on_train_end)
+        self.on_step_end = self._all(Callback.on_step_end)
+        self.close = self._all(Callback.close)
 
-    def _overridden(
-        self, hook: Callable[Concatenate[Any, Arguments], None]
-    ) -> tuple[Callable[Arguments, None], ...]:
-        """The bound methods that override this hook of the base class, in order."""
+    def _all(self, hook: Callable[Concatenate[Any, Arguments], None]) -> Callable[Arguments, None]:
+        """A function that calls this hook on the callbacks that override it."""
         name = hook.__name__
-        return tuple(
-            getattr(each, name)
-            for each in self._callbacks
-            if each.enabled and getattr(type(each), name) is not hook
-        )
+        overriding = [each for each in self._callbacks if getattr(type(each), name) is not hook]
+        hooks = [getattr(each, name) for each in overriding if each.enabled]
+
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            for each in hooks:
+                each(*args, **kwargs)
+
+        return call
 
     @property
     def stop_reason(self) -> str:
         """Why the run ends before its last step; empty if it does not."""
         return next((each.stop_reason for each in self._callbacks if each.stop_reason), "")
-
-    def on_train_start(self, step: int) -> None:
-        for hook in self._overridden(Callback.on_train_start):
-            hook(step)
-
-    def on_step_start(self, position: Position) -> None:
-        for hook in self._on_step_start:
-            hook(position)
-
-    def on_step_launched(self, position: Position, result: StepResult) -> None:
-        for hook in self._on_step_launched:
-            hook(position, result)
-
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
-        for hook in self._on_step_metrics:
-            hook(position, metrics)
-
-    def on_flush(self) -> None:
-        for hook in self._overridden(Callback.on_flush):
-            hook()
-
-    def on_eval_start(self, position: Position) -> None:
-        for hook in self._overridden(Callback.on_eval_start):
-            hook(position)
-
-    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
-        for hook in self._overridden(Callback.on_eval_end):
-            hook(position, measured)
-
-    def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
-        for hook in self._overridden(Callback.on_train_end):
-            hook(position, measured)
-
-    def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
-        for hook in self._on_step_end:
-            hook(position, measured)
-
-    def close(self) -> None:
-        for hook in self._overridden(Callback.close):
-            hook()
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """The states of the callbacks by name. A collective."""
