@@ -155,7 +155,7 @@ def packed(skipped: bool, bad_losses: float, applied_steps: float, skipped_steps
 # What the host is given to read: a loss scale, no skip, samples; a count to divide by; finite weights.
 ANSWERS: dict[str, float | list[float]] = {
     "engine/result.py unpacked": packed(False, 0.0, 1.0, 0.0),
-    "evaluation/evaluate.py over_ranks": [1.0, 51.0, 0.0, 51.0, 0.0, 0.0],  # a fifth of 256 samples
+    "evaluation/evaluate.py over_ranks": [1.0, 51.0, 51.0, 0.0, 0.0],  # a fifth of 256 samples
     "metrics/classification.py confusion_matrix": [17.0, 0.0, 0.0] * 3 + [0.0, 0.0, 0.0],
     "engine/grads/reference_count.py agree": 32.0,  # once, in the first step
     "engine/grads/reference_count.py restart": 1.0,  # that step was kept

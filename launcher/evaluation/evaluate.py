@@ -31,7 +31,7 @@ from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine.async_work import all_reduce
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues, rows_with_nan
+from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.os import frames
 from launcher.os.oom import oom_text
@@ -47,7 +47,6 @@ class Evaluation:
     samples: int  # that were measured
     metrics: dict[str, float]
     higher_is_better: dict[str, bool | None]  # by metric; None: not declared
-    nan_outputs: int = 0  # samples with a NaN among the outputs that metrics read
     unreadable: int = 0  # samples that were left out
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
@@ -60,12 +59,11 @@ class EvaluationStopped(Exception):
 class _Totals:
     """Sums over the share of one rank, or over the whole set.
 
-    Of one rank the first three are tensors on the device, so that no batch waits for it.
+    Of one rank the first two are tensors on the device, so that no batch waits for it.
     """
 
     loss_sum: Any = 0.0
     counted: Any = 0.0  # samples or tokens that carry loss, or their weights
-    nan_outputs: Any = 0
     samples: int = 0  # with those that were left out
     unreadable: int = 0
     stopped: int = 0  # ranks
@@ -75,7 +73,6 @@ class _Totals:
         self.loss_sum += loss.sum.double()
         # A number stays on the host: to copy it to the device would wait for the batches before.
         self.counted += loss.count.double() if isinstance(loss.count, Tensor) else loss.count
-        self.nan_outputs += rows_with_nan(loss.outputs)
 
     def over_ranks(self, env: WorkerEnv) -> _Totals:
         """The sums over all ranks. A collective; waits for the device."""
@@ -206,7 +203,6 @@ def evaluate(
         measured,
         found.values,
         found.higher_is_better,
-        int(total.nan_outputs),
         int(total.unreadable),
         found.confusion,
     )

@@ -256,15 +256,6 @@ def readable(outputs: object, metrics: Sequence[str]) -> object:
     )
 
 
-def rows_with_nan(outputs: object) -> Tensor | int:
-    """Number of samples with a NaN in an output [n, ...]. An output without dimensions is one sample."""
-    if isinstance(outputs, Mapping):
-        return sum((rows_with_nan(each) for each in outputs.values()), start=0)
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-        return 0
-    return outputs.isnan().reshape(len(outputs) if outputs.ndim else 1, -1).any(dim=1).sum()
-
-
 def as_numbers(metric: object, found: object) -> dict[str, float]:
     """What `compute` returned, as floats by name. Raises ConfigError for values that are no numbers."""
     named: Mapping[object, Any] = found if isinstance(found, Mapping) else {name_of(metric): found}

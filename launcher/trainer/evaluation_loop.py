@@ -161,7 +161,6 @@ class EvaluationLoop:
     def _evaluate(self, name: str, position: Position) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
-        telemetry = self._context.telemetry
         of_set = self._pass(name, "evaluation", "adding up the evaluation")
         found = evaluate(
             of_set,
@@ -170,17 +169,11 @@ class EvaluationLoop:
             self._context.should_stop,
             self._training_size,
         )
-        title = f"the {set_title(name)} set"
-        if found.nan_outputs:
-            telemetry.warn(
-                f"{counted(found.nan_outputs, 'NaN output')} for {counted(found.samples, 'sample')} of "
-                f"{title}. "
-                "Metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
-            )
         if bad := found.unreadable:
-            self._context.report_unreadable(f"{counted(bad, 'sample')} of {title} could not be read", bad)
+            text = f"{counted(bad, 'sample')} of the {set_title(name)} set could not be read"
+            self._context.report_unreadable(text, bad)
         higher_is_better = found.higher_is_better | HIGHER_IS_BETTER
-        telemetry.emit(
+        self._context.telemetry.emit(
             EvalEvent(
                 position.step,
                 epoch=position.epoch,

@@ -401,10 +401,8 @@ def test_outputs_that_are_no_tensors_are_refused(outputs) -> None:
         evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
 
 
-@pytest.mark.parametrize(
-    ("count", "nan_outputs"), [(1, 2), (0, 0), (-1, 0)], ids=["NaN", "no loss", "less than none"]
-)
-def test_a_set_without_loss_is_refused_and_nan_among_outputs_is_counted(count, nan_outputs) -> None:
+@pytest.mark.parametrize("count", [1, 0, -1], ids=["NaN", "no loss", "less than none"])
+def test_a_set_without_loss_is_refused_and_nan_among_outputs_gives_nan(count) -> None:
     def loss(network: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
         outputs = network(batch["x"].float()).half()
         outputs[:, 1].masked_fill_(batch["label"] == 5, torch.nan)
@@ -417,7 +415,6 @@ def test_a_set_without_loss_is_refused_and_nan_among_outputs_is_counted(count, n
             evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
         return
     found = evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
-    assert found.nan_outputs == (data.columns["label"] == 5).sum()
     assert all(np.isnan(value) for value in found.metrics.values())
 
 
