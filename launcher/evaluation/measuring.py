@@ -26,7 +26,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, described, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
-from launcher.evaluation.transport import NotSerializableError, deserialize, serialize, state_of, with_state
+from launcher.evaluation.transport import deserialize, serialize
 from launcher.metrics import Classification, LossMetric
 from launcher.metrics.metric import direction_of, name_of
 from launcher.recipe.checks import refuse_taken_name
@@ -63,8 +63,6 @@ class MetricEvaluator:
             for metric in self._metrics
             if not hasattr(metric, "merge") and not isinstance(metric, LossMetric)
         ]
-        for metric in self._merged if env.world_size > 1 else ():  # an error now costs no evaluation
-            self._received(metric, self._packed_state(metric))
         self._kept: list[dict[str, object]] = []  # on other ranks: outputs and batch for `_fed`
         self._failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
 
@@ -83,10 +81,13 @@ class MetricEvaluator:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
             for metric in self._merged:
-                self._pass_on(rank, partial(self._packed_state, metric), partial(self._merge, metric))
+                what = f"the metric {name_of(metric)} has merge, but its state"
+                self._pass_on(rank, what, partial(self._state, metric), partial(self._merge, metric))
+            names = ", ".join(name_of(metric) for metric in self._fed)
+            what = f"the metrics without merge ({names}) are updated on rank 0, but a batch"
             number = broadcast_bytes(self._env, str(len(self._kept)).encode(), rank)
             for index in range(int(number)):
-                self._pass_on(rank, partial(self._packed_rows, index), self._feed)
+                self._pass_on(rank, what, partial(self._kept.__getitem__, index), self._feed)
         found = MetricValues()
         if self._env.is_rank0 and self._failure is None:
             with self._held():
@@ -117,13 +118,16 @@ class MetricEvaluator:
             with self._calling(metric, "update", batch):
                 metric.update(outputs, batch)
 
-    def _pass_on(self, rank: int, pack: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
-        """Call `take` on rank 0 with the message that `rank` packs. A collective."""
+    def _pass_on(
+        self, rank: int, what: str, value: Callable[[], object], take: Callable[[Any], None]
+    ) -> None:
+        """Call `take` on rank 0 with the value of `rank`, which is `what` in errors. A collective."""
         self._beat()
-        sent = broadcast_bytes(self._env, pack_result(pack) if self._env.rank == rank else b"", rank)
+        message = pack_result(lambda: serialize(what, value())) if self._env.rank == rank else b""
+        sent = broadcast_bytes(self._env, message, rank)
         if self._env.is_rank0:
             with self._held():
-                take(unpack_result(sent))
+                take(deserialize(what, unpack_result(sent), self._env.device))
 
     def _started(self, metric: object, label: str) -> object:
         """The metric without samples."""
@@ -140,31 +144,25 @@ class MetricEvaluator:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    def _packed_state(self, metric: object) -> bytes:
+    def _state(self, metric: object) -> object:
+        """What is sent of a metric: what its `__getstate__` returns, by default its attributes."""
         with self._calling(metric, "__getstate__"):
-            state = state_of(metric)
-        return sendable(f"the metric {name_of(metric)} has merge, but its state", state)
+            return metric.__getstate__()
 
-    def _received(self, metric: object, sent: bytes) -> object:
-        """A metric with the state that another rank has sent."""
-        state = deserialize(sent, self._env.device)
+    def _merge(self, metric: Any, state: Any) -> None:
+        """Merge a new object of the metric's class, with the state that another rank has sent."""
+        other = object.__new__(type(metric))
         with self._calling(metric, "__setstate__"):
-            return with_state(metric, state)
-
-    def _packed_rows(self, index: int) -> bytes:
-        """What this rank has kept of a batch."""
-        names = ", ".join(name_of(metric) for metric in self._fed)
-        what = f"the metrics without merge ({names}) are updated on rank 0, but a batch"
-        return sendable(what, self._kept[index])
-
-    def _merge(self, metric: Any, sent: bytes) -> None:
-        other = self._received(metric, sent)
+            if hasattr(other, "__setstate__"):
+                other.__setstate__(state)
+            else:
+                vars(other).update(state or {})
         with self._calling(metric, "merge"):
             metric.merge(other)
 
-    def _feed(self, sent: bytes) -> None:
+    def _feed(self, rows: Any) -> None:
         """Update rank 0's copies with what another rank has kept of a batch."""
-        rows = _on(self._env.device, deserialize(sent, self._env.device))
+        rows = _on(self._env.device, rows)
         self._update(self._fed, rows["outputs"], rows["batch"])
 
     def _compute(self, total: MetricValues, loss_sum: float, count: float) -> None:
@@ -208,35 +206,12 @@ def _may_depend_on_samples(error: LauncherError) -> bool:
     return cause is not None and not isinstance(cause, MISTAKES)
 
 
-def sendable(what: str, value: object) -> bytes:
-    """The value as bytes. Raises ConfigError, which begins with `what`, for one that cannot be sent."""
-    try:
-        sent = serialize(value)
-        deserialize(sent, HOST)
-    except NotSerializableError as error:
-        raise ConfigError(
-            f"{what} cannot be sent to rank 0: {error}. Numbers, text, bytes, lists, tuples, sets, dicts, "
-            "tensors and arrays can. Keep no others in it; of a metric __getstate__ and __setstate__ may "
-            "leave them out, and its attribute columns may name those of a batch that it reads."
-        ) from error
-    return sent
-
-
 def fresh(metric: Any) -> object:
-    """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it.
-
-    Raises ConfigError for one that has no reset() and cannot be copied.
-    """
+    """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it."""
     if callable(getattr(metric, "reset", None)):
         metric.reset()
         return metric
-    try:
-        return copy.deepcopy(metric)
-    except TypeError as error:
-        raise ConfigError(
-            f"the metric {name_of(metric)} cannot be copied ({error}), but each evaluation needs one without "
-            "samples. Define reset() in its class."
-        ) from error
+    return copy.deepcopy(metric)
 
 
 def readable(outputs: object, metrics: Sequence[str]) -> object:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.serialization import default_restore_location, safe_globals
 
+from launcher.errors import ConfigError
+
 # Beside what torch.load allows by itself. Functions of numpy are taken from values, because their names
 # differ from one release to the next.
 ALLOWED: list[Any] = [
@@ -28,24 +30,21 @@ ALLOWED: list[Any] = [
 ]
 
 
-class NotSerializableError(TypeError):
-    """A value that cannot be sent. The text names its type."""
-
-
-def serialize(value: object) -> bytes:
-    """The bytes of `value`. Raises NotSerializableError for what pickle refuses."""
+def serialize(what: str, value: object) -> bytes:
+    """The bytes of `value`. Raises ConfigError, which begins with `what`, for what pickle refuses."""
     file = io.BytesIO()
     try:
         torch.save(_compact(value), file)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, RecursionError) as error:
-        raise NotSerializableError(str(error)) from error
+        raise _unsendable(what, str(error)) from error
     return file.getvalue()
 
 
-def deserialize(data: bytes, device: torch.device) -> Any:
+def deserialize(what: str, data: bytes, device: torch.device) -> Any:
     """The value. A tensor is created on `device`, or on the host if it was sent from one.
 
-    Raises NotSerializableError for bytes that name something that is not allowed, which is not executed.
+    Raises ConfigError, which begins with `what`, for bytes that name something that is not allowed, which is
+    not executed.
     """
     try:
         with safe_globals(ALLOWED):
@@ -53,24 +52,15 @@ def deserialize(data: bytes, device: torch.device) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         text = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch adds advice
         named = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text)
-        raise NotSerializableError(f"it has a {named[1]}" if named else text) from error
+        raise _unsendable(what, f"it has a {named[1]}" if named else text) from error
 
 
-def state_of(metric: object) -> object:
-    """What is sent of a metric: what its `__getstate__` returns, by default its attributes."""
-    return metric.__getstate__()
-
-
-def with_state(metric: Any, state: Any) -> Any:
-    """A new object of the metric's class with the state that another rank has sent."""
-    made = object.__new__(type(metric))
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-        return made
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
-    for name, value in {**(attributes or {}), **(slots or {})}.items():
-        object.__setattr__(made, name, value)
-    return made
+def _unsendable(what: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot be sent to rank 0: {reason}. Numbers, text, bytes, lists, tuples, sets, dicts, "
+        "tensors and arrays can. Keep no others in it; of a metric __getstate__ and __setstate__ may "
+        "leave them out, and its attribute columns may name those of a batch that it reads."
+    )
 
 
 def _placed(device: torch.device, storage: Any, sender: str) -> Any:

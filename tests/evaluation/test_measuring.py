@@ -175,6 +175,36 @@ def test_any_metric_is_exact_on_any_number_of_ranks(num_samples: int) -> None:
         assert all(each.confusion is None for each in results[1:])
 
 
+class Stated(Merged):
+    """Merged by a state of its own, which leaves out what cannot be sent."""
+
+    names = ("merged_digest", "merged_samples_read")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def reset(self) -> None:
+        self.rows.clear()
+
+    def __getstate__(self) -> Any:
+        return {"rows": self.rows}
+
+    def __setstate__(self, state: Any) -> None:
+        self.rows = state["rows"]
+
+
+def measure_stated(env: WorkerEnv) -> dict[str, float]:
+    data = points(5)
+    recipe = recipe_of(data, Stated())
+    return evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, env), data, 2).metrics
+
+
+def test_a_metric_may_have_a_state_of_its_own() -> None:
+    alone, (first, second) = measure_stated(ALONE), run_ranks(2, measure_stated)
+    assert first == second == pytest.approx(alone)
+
+
 class Broken(Merged):
     """Fails in one of its methods."""
 
@@ -184,9 +214,8 @@ class Broken(Merged):
         super().__init__()
         self.where, self.rank, self.updated = where, rank, False
         self.pairs: list[Any] = [1]
-        if "lock" in where:
-            self.lock = threading.Lock()
         if where == "lock":
+            self.lock = threading.Lock()
             self.reset = lambda: None
 
     def update(self, outputs: Any, batch: Any) -> None:
@@ -258,8 +287,6 @@ FAILURES = {
     "lambda": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "Can't pickle local object 'Broken.update.<locals>.<lambda>'. Numbers, text, bytes, ",
     "lock": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: ",
-    "lock without reset": "ConfigError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
-    "object), but each evaluation needs one without samples. Define reset() in its class.",
     "one rank": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "it has a tests.evaluation.test_measuring.Nameless. Numbers, ",
     "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",

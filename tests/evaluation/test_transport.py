@@ -19,20 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from launcher.evaluation.transport import (
-    NotSerializableError,
-    _placed,
-    deserialize,
-    serialize,
-    state_of,
-    with_state,
-)
+from launcher.errors import ConfigError
+from launcher.evaluation.transport import _placed, deserialize, serialize
 
 HOST = torch.device("cpu")
 
 
 def arrived(value: Any) -> Any:
-    return deserialize(serialize(value), HOST)
+    return deserialize("a state", serialize("a state", value), HOST)
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -115,7 +109,7 @@ def test_any_nesting_arrives(value: Any) -> None:
 
 def test_what_arrives_is_independent_and_a_view_is_sent_without_its_storage() -> None:
     large = torch.zeros(100_000)
-    assert len(serialize({"a": [large[7:9]]})) < 2000
+    assert len(serialize("a state", {"a": [large[7:9]]})) < 2000
     found, array = arrived(large[7:9]), arrived(np.zeros(2))
     found += 1
     array += 1
@@ -127,7 +121,7 @@ def test_what_arrives_is_independent_and_a_view_is_sent_without_its_storage() ->
 def test_what_was_on_a_device_arrives_on_the_device_and_the_rest_on_the_host() -> None:
     storage, meta = torch.ones(2).untyped_storage(), torch.device("meta")
     assert [_placed(meta, storage, sender).device.type for sender in ("cpu", "cuda:1")] == ["cpu", "meta"]
-    assert [each.device.type for each in deserialize(serialize([torch.ones(2)]), meta)] == ["cpu"]
+    assert [each.device.type for each in deserialize("", serialize("", [torch.ones(2)]), meta)] == ["cpu"]
 
 
 class Sums:
@@ -139,44 +133,14 @@ class Sums:
         self.last: Any = deque(maxlen=2)
 
 
-class Slots:
-    __slots__ = ("count", "total")
-
-
-class Stated:
-    """Leaves out what does not change."""
-
-    def __init__(self) -> None:
-        self.lock, self.count = threading.Lock(), 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
-def test_a_metric_arrives_as_its_attributes_in_a_new_object() -> None:
+def test_what_a_metric_keeps_arrives_in_plain_containers() -> None:
     metric = Sums()
     metric.total += 0.5
     metric.counts["a"] += 1
     metric.last.append(3)
-    found = with_state(metric, arrived(state_of(metric)))
-    assert type(found) is Sums
-    assert found.total is not metric.total
-    assert (found.total, found.seen.tolist()) == (0.5, [0, 0, 0])
-    assert (found.counts, found.last) == ({"a": 1}, [3])
-
-
-def test_slots_and_a_state_of_ones_own_arrive() -> None:
-    slots = Slots()
-    slots.count, slots.total = 3, torch.tensor(0.5)
-    found = with_state(Slots(), arrived(state_of(slots)))
-    assert (found.count, found.total) == (3, 0.5)
-    stated = Stated()
-    stated.count = 7
-    assert with_state(stated, arrived(state_of(stated))).count == 7
-    assert type(with_state(object(), arrived(state_of(object())))) is object, "without attributes"
+    found = arrived(vars(metric))
+    assert (found["total"], found["seen"].tolist()) == (0.5, [0, 0, 0])
+    assert (found["counts"], found["last"]) == ({"a": 1}, [3])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +156,7 @@ def test_slots_and_a_state_of_ones_own_arrive() -> None:
     ],
 )
 def test_what_cannot_arrive_is_refused_by_its_type(value: Any, text: str) -> None:
-    with pytest.raises(NotSerializableError, match=re.escape(text)):
+    with pytest.raises(ConfigError, match=rf"^a state cannot be sent to rank 0: .*{re.escape(text)}.*\. Num"):
         arrived(value)
 
 
@@ -213,13 +177,13 @@ def test_bytes_that_name_code_create_nothing(value: Any, capsys: pytest.CaptureF
     file = io.BytesIO()
     torch.save(value, file)
     for sent in (file.getvalue(), pickle.dumps(value, protocol=2)):
-        with pytest.raises(NotSerializableError):
-            deserialize(sent, HOST)
+        with pytest.raises(ConfigError, match="cannot be sent"):
+            deserialize("a state", sent, HOST)
     assert not capsys.readouterr().out
 
 
 def test_a_message_that_was_cut_is_refused() -> None:
-    sent = serialize([1.5, "text", torch.ones(9)])
+    sent = serialize("a state", [1.5, "text", torch.ones(9)])
     for length in (0, 1, len(sent) // 2, len(sent) - 1):
-        with pytest.raises(NotSerializableError):
-            deserialize(sent[:length], HOST)
+        with pytest.raises(ConfigError, match="cannot be sent"):
+            deserialize("a state", sent[:length], HOST)
