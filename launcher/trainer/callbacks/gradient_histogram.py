@@ -1,18 +1,15 @@
 """Where the gradients lie in the range of fp16, every so many steps.
 
-Owns when to count and the form of the `gradients` event. The count is queued after the step on the device and
+Owns when to count. The count is queued after the step on the device and
 read one step late. If a step was skipped, the next one is counted instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from launcher.engine import StepResult
-from launcher.telemetry.events import GradientsEvent, LayerShares
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.diagnostics.exponents import FIRST_EXPONENT, ExponentCounts, count_exponents
+from launcher.trainer.diagnostics.exponents import ExponentCounts, count_exponents
 from launcher.trainer.progress import Position
 
 
@@ -50,19 +47,7 @@ class GradientHistogram(Callback):
         if counts is None or report.skipped or position.step < self._next:
             return
         self._next = self._next_after(position.step)
-        found = counts.read(report.scale)
-        self._telemetry.emit(
-            GradientsEvent(
-                position.step,
-                epoch=position.epoch,
-                scale=report.scale,
-                **asdict(found.total),
-                zeros=found.zeros,
-                first_exponent=FIRST_EXPONENT,
-                histogram=list(found.histogram),
-                layers={name: LayerShares(**asdict(shares)) for name, shares in found.layers.items()},
-            )
-        )
+        self._telemetry.emit(counts.read(position, report.scale))
 
     def _next_after(self, step: int) -> int:
         return step - step % self._every + self._every

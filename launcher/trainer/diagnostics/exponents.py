@@ -12,42 +12,21 @@ cannot be distinguished from those of a dead unit or an unused parameter: both c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import launcher.engine.async_work as async_work
+from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.trainer.progress import Position
 
 FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; others are counted in the outermost
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
 NEAR_MAX_FROM = 14  # two octaves: 2^14 = 16384 to fp16's end at 65504
 _PIECE = 1 << 24  # elements that are counted at once, which take 40 bytes each
 _COLUMNS = 1 + LAST_EXPONENT - FIRST_EXPONENT + 1  # zeros, then one per exponent
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """Shares of one parameter's gradient elements; all of them 0 for a parameter without elements."""
-
-    zero_share: float  # zero in fp16 at this scale
-    zero_share_at_scale_1: float  # would be zero in fp16 without a loss scale
-    near_max_share: float  # within two octaves of 65504
-
-
-@dataclass(frozen=True)
-class GradientStatistics:
-    """One step's gradients. `histogram[k]` counts elements of exponent FIRST_EXPONENT + k, as on the wire.
-
-    The exponent of v is floor(log2(|v|)). Zeros are in `zeros` alone.
-    """
-
-    scale: float
-    layers: dict[str, LayerStatistics]
-    total: LayerStatistics
-    zeros: int
-    histogram: tuple[int, ...]
 
 
 def count_exponents(gradients: Mapping[str, Tensor], group: async_work.Group = None) -> ExponentCounts:
@@ -78,27 +57,39 @@ def _row(gradient: Tensor) -> Tensor:
     return row
 
 
+@dataclass(frozen=True)
 class ExponentCounts:
     """Counts being copied to the host. Reading them a step late does not wait."""
 
-    def __init__(self, names: list[str], counts: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._names = names
-        self._counts = counts  # int64 [parameters, _COLUMNS]
-        self._ready = ready
+    names: Sequence[str]
+    counts: Tensor  # int64 [parameters, _COLUMNS]
+    ready: torch.cuda.Event | None
 
-    def read(self, scale: float) -> GradientStatistics:
-        """The statistics, for gradients scaled by this loss scale (a power of two)."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        total, rows = self._counts.sum(dim=0).tolist(), self._counts.tolist()
+    def read(self, position: Position, scale: float) -> GradientsEvent:
+        """The statistics of the step, whose gradients were scaled by this loss scale (a power of two).
+
+        The exponent of v is floor(log2(|v|)), as on the wire. Zeros are in `zeros` alone.
+        """
+        if self.ready is not None:
+            self.ready.synchronize()
+        total, rows = self.counts.sum(dim=0).tolist(), self.counts.tolist()
         exponent = round(math.log2(scale))
-        layers = {name: _shares(row, exponent) for name, row in zip(self._names, rows, strict=True)}
-        return GradientStatistics(scale, layers, _shares(total, exponent), total[0], tuple(total[1:]))
+        return GradientsEvent(
+            position.step,
+            epoch=position.epoch,
+            scale=scale,
+            **vars(_shares(total, exponent)),
+            zeros=total[0],
+            first_exponent=FIRST_EXPONENT,
+            histogram=total[1:],
+            layers={name: _shares(row, exponent) for name, row in zip(self.names, rows, strict=True)},
+        )
 
 
-def _shares(row: list[int], exponent: int) -> LayerStatistics:
+def _shares(row: list[int], exponent: int) -> LayerShares:
+    """All of them 0 for a parameter without elements."""
     elements = max(1, sum(row))
-    return LayerStatistics(
+    return LayerShares(
         zero_share=_below(row, FLUSHED_BELOW) / elements,
         zero_share_at_scale_1=_below(row, FLUSHED_BELOW + exponent) / elements,
         near_max_share=sum(row[1 + NEAR_MAX_FROM - FIRST_EXPONENT :]) / elements,

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launcher.engine import SGD, Policy, Scaling, Stepper
+from launcher.telemetry.events import GradientsEvent, LayerShares
 from launcher.trainer.diagnostics.exponents import (
     FIRST_EXPONENT,
     LAST_EXPONENT,
-    GradientStatistics,
-    LayerStatistics,
     count_exponents,
 )
+from launcher.trainer.progress import Position
 from tests.engine.observe import train
 from tests.models import features, mlp
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def count(gradients: dict[str, Tensor], scale: float = 1.0) -> GradientStatistics:
-    return count_exponents(gradients).read(scale)
+def count(gradients: dict[str, Tensor], scale: float = 1.0) -> GradientsEvent:
+    return count_exponents(gradients).read(Position(0, 0, 1), scale)
 
 
 def plain_histogram(gradient: Tensor) -> list[int]:
@@ -81,12 +81,12 @@ def test_layers_keep_apart_and_add_up() -> None:
     }
     found = count(gradients, 1024)
     assert found.layers == {
-        "dead": LayerStatistics(1.0, 1.0, 0.0),
-        "large": LayerStatistics(0.0, 0.0, 1.0),
-        "none": LayerStatistics(0.0, 0.0, 0.0),
-        "strided": LayerStatistics(0.0, 0.0, 0.0),
+        "dead": LayerShares(1.0, 1.0, 0.0),
+        "large": LayerShares(0.0, 0.0, 1.0),
+        "none": LayerShares(0.0, 0.0, 0.0),
+        "strided": LayerShares(0.0, 0.0, 0.0),
     }
-    assert found.total == LayerStatistics(6 / 20, 6 / 20, 6 / 20)
+    assert (found.zero_share, found.zero_share_at_scale_1, found.near_max_share) == (0.3, 0.3, 0.3)
 
 
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32(), Policy.amp_bf16()], ids=lambda p: p.name)
@@ -95,7 +95,7 @@ def test_a_steps_gradients_are_counted_and_left_alone(policy: Policy) -> None:
     train(stepper, *features(8, 0))
     gradients = stepper.layout.gradients()
     before = {name: gradient.clone() for name, gradient in gradients.items()}
-    found = count_exponents(gradients).read(4096)
+    found = count(gradients, 4096)
     assert found.layers.keys() == stepper.layout.parameters.keys()
     assert all(torch.equal(gradient, before[name]) for name, gradient in gradients.items())
     assert list(found.histogram) == [
