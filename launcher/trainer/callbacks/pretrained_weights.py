@@ -59,7 +59,8 @@ class PretrainedWeights(Callback):
             if loaded.error:
                 raise ConfigError(loaded.error)
             self._started_from = (loaded.file, loaded.sha256)
-            self._report(loaded)
+            self._context.telemetry.decision("weights", loaded.text, file=loaded.file, sha256=loaded.sha256)
+            self._warn_of_frozen(loaded)
         if self._started_from is not None and self._started_from[0] == model.init_from:
             self._context.persist_config(model=replace(model, init_from_sha256=self._started_from[1]))
 
@@ -69,13 +70,10 @@ class PretrainedWeights(Callback):
         file, digest = self._started_from
         return replace(result, started_from={"file": file, "sha256": digest})
 
-    def _report(self, loaded: LoadReport) -> None:
-        telemetry, parameters = self._context.telemetry, named_parameters(self._context.stepper.model)
-        fields = {name: value for name, value in asdict(loaded).items() if name != "error"}
-        telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
-        random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}
-        if idle := [name for name, p in parameters.items() if name in random and not p.requires_grad]:
-            telemetry.warn(
+    def _warn_of_frozen(self, loaded: LoadReport) -> None:
+        parameters = named_parameters(self._context.stepper.model)
+        if idle := [name for name, p in parameters.items() if name in loaded.random and not p.requires_grad]:
+            self._context.telemetry.warn(
                 f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
                 f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
                 "freeze them, or give a file that has them."
@@ -88,29 +86,13 @@ COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What of a file a model took. Names are keys of the model's state_dict, or of the file.
-
-    `error` is the text of the failure, empty where the model has the values.
-    """
+    """What of a file a model took."""
 
     file: str
     sha256: str = ""
-    loaded: Sequence[str] = ()
-    missing: Sequence[str] = ()  # in the model, not in the file: they keep their initial values
-    unexpected: Sequence[str] = ()  # in the file, not in the model
-    misfits: Sequence[str] = ()  # of another shape there: name and both shapes
-    error: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """What of the file fits, for people."""
-        total = len(self.loaded) + len(self.missing) + len(self.misfits)
-        text = f"{len(self.loaded)} of {total} tensors from {self.file} (sha256 {self.sha256[:12]})"
-        if kept := (*self.misfits, *self.missing):
-            text += f"; kept as the recipe builds them, not in it or of another shape: {listed(kept, SHOWN)}"
-        if self.unexpected:
-            text += f"; not in this model: {listed(self.unexpected, SHOWN)}"
-        return text
+    text: str = ""  # for people
+    random: Sequence[str] = ()  # keys of the model's state_dict that keep the values which the recipe built
+    error: str = ""  # of the failure; empty where the model has the values
 
 
 def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport | None:
@@ -118,25 +100,27 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport
 
     Never raises for the file: a run that resumes has no use for it. `LoadReport.error` is equal on all ranks.
     """
-    model_config = config.model
-    if model_config.init_from is None:
+    file, strict = config.model.init_from, config.model.init_from_strict
+    if file is None:
         return None
-    loaded, file = LoadReport(model_config.init_from), Path(model_config.init_from)
+    loaded = LoadReport(file)
     if env.is_rank0:
         try:
-            digest = sha256_of(file, model_config.init_from_sha256)
-            loaded = _assign(model, read(file), file, digest, model_config.init_from_strict)
+            digest = sha256_of(Path(file), config.model.init_from_sha256)
+            text, random = _assign(model, read(Path(file)), f"{file} (sha256 {digest[:12]})", strict)
+            loaded = LoadReport(file, digest, text, random)
         except ConfigError as error:
-            loaded = LoadReport(
-                model_config.init_from, error=f"model.init_from={model_config.init_from}: {error}"
-            )
+            loaded = LoadReport(file, error=f"model.init_from={file}: {error}")
     return LoadReport(**json.loads(all_gather_str(env, json.dumps(asdict(loaded)))[RANK0]))
 
 
 def _assign(
-    model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool
-) -> LoadReport:
-    """Copy what fits. Raises ConfigError, before anything is copied, where the file must not be used."""
+    model: nn.Module, tensors: Mapping[str, Tensor], file: str, strict: bool
+) -> tuple[str, Sequence[str]]:
+    """Copy what fits. Returns what that is, in words, and the keys of what stays as it is built.
+
+    Raises ConfigError, before anything is copied, where the file must not be used.
+    """
     # Parameters and persistent buffers; a tied one under each of its keys. None is lazy: see build_model.
     state = model.state_dict(keep_vars=True).items()
     own = {plain_name(key): x for key, x in state if isinstance(x, Tensor)}
@@ -146,6 +130,9 @@ def _assign(
         if tensors[name].dtype not in kinds:
             given, *needed = (str(dtype).removeprefix("torch.") for dtype in (tensors[name].dtype, *kinds))
             raise ConfigError(f"{name} is {given} in the file; the model needs {' or '.join(needed)}.")
+        # Of a buffer it may be meant: a mask has -inf.
+        if isinstance(own[name], nn.Parameter) and not bool(tensors[name].isfinite().all()):
+            raise ConfigError(f"{name} has values in the file that are not finite. Export the weights again.")
     fitting = [name for name in shared if tensors[name].shape == own[name].shape]
     first: dict[int, str] = {}  # a tied tensor may be given under one of its names, or alike under several
     for name in fitting:
@@ -155,23 +142,28 @@ def _assign(
                 f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
                 "that does not tie them."
             )
-    there = {id(own[name]) for name in shared}
-    missing = [name for name in own if id(own[name]) not in there and not name.endswith(COUNTER)]
-    misfits = [
-        f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
+    random = [name for name in own if id(own[name]) not in first and not name.endswith(COUNTER)]
+    shapes = {
+        name: f" ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
         for name in shared
-        if id(own[name]) not in first
-    ]
-    unexpected = [name for name in tensors if name not in own]
-    found = LoadReport(str(file), digest, fitting, missing, unexpected, misfits)
-    if not fitting or (strict and (missing or misfits or unexpected)):
-        advice = "No tensor fits by name and shape: it is of another model."
-        if fitting:
-            advice = (
-                "model.init_from_strict=false loads those that fit and keeps the others as they are built."
-            )
-        raise ConfigError(f"it does not fit the model: {found.sentence}. {advice}")
+    }
+    kept = listed([name + shapes.get(name, "") for name in random], SHOWN)
+    unexpected = listed([name for name in tensors if name not in own], SHOWN)
+    text = f"{len(fitting)} of {len(fitting) + len(random)} tensors from {file}"
+    if kept:
+        text += f"; kept as the recipe builds them, not in it or of another shape: {kept}"
+    if unexpected:
+        text += f"; not in this model: {unexpected}"
+    if not fitting:
+        raise ConfigError(
+            f"it does not fit the model: {text}. No tensor fits by name and shape: it is of another model."
+        )
+    if strict and (kept or unexpected):
+        raise ConfigError(
+            f"it does not fit the model: {text}. model.init_from_strict=false loads those that fit and keeps "
+            "the others as they are built."
+        )
     with torch.no_grad():
         for name in fitting:
             own[name].copy_(tensors[name])
-    return found
+    return text, random
