@@ -114,22 +114,20 @@ def test_a_resumed_run_records_it_once(tmp_path: Path) -> None:
     assert steps[-1] == 8
 
 
-CHANGED = "on_eval_end has changed weights or buffers of the model"
-MISTAKES = {
-    "an exception": ("1 / 0", 2, "the recipe's on_eval_end failed at "),
-    "weights": ("model[0].weight.mul_(2)", 1, CHANGED),
-    "statistics": ("model.train(); model(torch.ones(2, 4))", 1, CHANGED),
-}
+@pytest.mark.slow
+def test_statistics_that_it_changes_are_restored(ended: Ended, tmp_path: Path) -> None:
+    changed = run_recipe(tmp_path, shown="model.train(); model(torch.ones(2, 4))")
+    assert changed.digest == ended.digest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("line", "ranks", "text"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_message(tmp_path: Path, line, ranks, text) -> None:
-    ended = run_recipe(tmp_path, shown=line, ranks=ranks)
-    assert ended.codes == [2 if text == CHANGED else 1] * ranks, ended
+def test_an_exception_is_one_message(tmp_path: Path) -> None:
+    text = "the recipe's on_eval_end failed at "
+    ended = run_recipe(tmp_path, shown="1 / 0", ranks=2)
+    assert ended.codes == [1, 1], ended
     assert sum(output.count(text) for output in ended.outputs) == 1, ended
     traces = sum(output.count("Traceback (most recent") for output in ended.outputs)
-    assert traces == (text != CHANGED), "of rank 0, which alone calls the function"
+    assert traces == 1, "of rank 0, which alone calls the function"
     assert text in json.loads((ended.directory / "result.json").read_text())["error"]
 
 
