@@ -7,28 +7,18 @@ several ranks become one is in `launcher.evaluation`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
+from launcher.telemetry.events import EvalEvent
 
 Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32
-RESERVED = (
-    "loss",
-    "val_loss",
-    "train_loss",
-    "train_accuracy",
-    "samples",
-    "seconds",
-    "epoch",
-    "step",
-    "time",
-    "event",
-    "set",
-    "higher_is_better",
-)  # other fields of a record
+# Other fields of a record.
+RESERVED = ("event", "loss", "train_loss", "train_accuracy", *(each.name for each in fields(EvalEvent)))
 
 
 @runtime_checkable
