@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.distributed.preflight import RankInfo
-from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.bad_samples import BadSampleLimit
 from launcher.trainer.callbacks.checkpoint import CheckpointCallback
 from launcher.trainer.callbacks.data_share import DataShare
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
 from launcher.trainer.callbacks.ema import EmaCallback
-from launcher.trainer.callbacks.energy import Energy
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
@@ -36,7 +34,6 @@ def build_callbacks(
     micro_batch: MicroBatch,
     weights: PretrainedWeights,
     peers: Sequence[RankInfo],
-    gpus: GpuSampler | None,
 ) -> list[Callback]:
     """The callbacks, in the order of their collectives; from the config alone, so equal on all ranks.
 
@@ -70,8 +67,6 @@ def build_callbacks(
         weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,
         ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,
-        # Its result is that of the whole run: it ends the measurement.
-        Energy(gpus),
         # Last: it saves the state of all others after a step, and may end the run there.
         CheckpointCallback(context, checkpointer),
     ]

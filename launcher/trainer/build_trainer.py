@@ -58,10 +58,10 @@ def build_trainer(
     stop_signal: StopSignal,
 ) -> Trainer:
     """A trainer that is ready for its first step, the state of a checkpoint loaded. A collective."""
-    context, loaded = _build_context(config, env, telemetry, heartbeat, stop_signal)
+    context, loaded = _build_context(config, env, gpus, telemetry, heartbeat, stop_signal)
     checkpointer = _build_checkpointer(context)
     micro_batch, weights = MicroBatch(context), PretrainedWeights(context, loaded)
-    context.callbacks.fill(build_callbacks(context, checkpointer, micro_batch, weights, peers, gpus))
+    context.callbacks.fill(build_callbacks(context, checkpointer, micro_batch, weights, peers))
     heartbeat.beat("restoring")
     start = resume(context, checkpointer, launch)
     weights.check(start.from_checkpoint)
@@ -95,7 +95,12 @@ def _build_checkpointer(context: TrainContext) -> Checkpointer:
 
 
 def _build_context(
-    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: StopSignal
+    config: Config,
+    env: WorkerEnv,
+    gpus: GpuSampler | None,
+    telemetry: Telemetry,
+    heartbeat: Heartbeat,
+    stop_signal: StopSignal,
 ) -> tuple[TrainContext, LoadReport | None]:
     """What the parts of the trainer share, in the order in which it can be built.
 
@@ -142,5 +147,6 @@ def _build_context(
         stepper=stepper,
         train_accuracy=TrainAccuracy(env, None if labels is None else recipe.label_column),
         ema=build.weight_average(config, stepper),
+        gpus=gpus,
     )
     return context, weights

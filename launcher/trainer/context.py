@@ -23,6 +23,7 @@ from launcher.os.signals import StopSignal
 from launcher.recipe.contract import Recipe, Used
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
+from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import CallbackList
 from launcher.trainer.progress import StepFlag, TrainLength
 from launcher.trainer.pruning import SweepStopListener
@@ -49,6 +50,7 @@ class TrainContext:
     stepper: Stepper
     train_accuracy: TrainAccuracy
     ema: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
+    gpus: GpuSampler | None = None  # of this node, where they are measured
     batches: Batches = field(init=False)  # known once it is known where the run starts
     callbacks: CallbackList = field(default_factory=CallbackList)
     flags: set[StepFlag] = field(default_factory=set)  # that some rank has set, since the end of a step

@@ -121,14 +121,15 @@ def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint)
     )
 
 
-def result_of(context: TrainContext, since_step: int, steps: int, seconds: float) -> Result:
+def result_of(context: TrainContext, steps: int, seconds: float) -> Result:
     """The content of result.json: what each run has, and what its callbacks add. A collective.
 
-    `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
+    `seconds` are of this process; all ranks hold the same numbers.
     """
     stepper = context.stepper
     counters = stepper.counters()
     device = context.env.device
+    joules = None if context.gpus is None else context.gpus.finish()  # ends the measurement
     result = Result(
         state="done",
         exit=0,
@@ -149,6 +150,7 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         classes=None if context.recipe.classes is None else list(context.recipe.classes),
         normalisation=normalisation_of(context.recipe),
+        energy_kwh=None if joules is None else joules / 3.6e6,
         # What callbacks find out; a run without such a callback has none.
         metric_name=None,
         metric=None,
@@ -164,9 +166,12 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
 def write_results(
     context: TrainContext, since_step: int, steps: int, seconds: float, evaluation: EvaluationLoop
 ) -> None:
-    """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
+    """Report the result, and write it on rank 0. A collective.
+
+    The process has trained for `seconds`, from `since_step` to `steps`.
+    """
     run_dir = Path(context.config.run.dir)
-    result = evaluation.add_to_result(result_of(context, since_step, steps, seconds))
+    result = evaluation.add_to_result(result_of(context, steps, seconds))
     applied = result.applied_steps or 0
     if applied < steps / 2:
         outliers = result.outlier_steps or 0
