@@ -79,7 +79,6 @@ class Result:
     confusion_matrix: Sequence[Sequence[int]] | None = None
     peak_memory_bytes: int | None = None  # on a GPU
     step_time: StepTime | None = None
-    started_from: Mapping[str, str] | None = None  # file and sha256 of model.init_from
     stopped_early: Mapping[str, object] | None = None
     energy_kwh: float | None = None  # of the GPUs of the node of rank 0
     steps: int | None

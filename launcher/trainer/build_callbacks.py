@@ -15,7 +15,6 @@ from launcher.trainer.callbacks.ema import EmaCallback
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
-from launcher.trainer.callbacks.pretrained_weights import PretrainedWeights
 from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from launcher.trainer.callbacks.replica_check import ReplicaCheck
 from launcher.trainer.callbacks.skipped_steps import SkippedSteps
@@ -32,7 +31,6 @@ def build_callbacks(
     context: TrainContext,
     checkpointer: Checkpointer,
     micro_batch: MicroBatch,
-    weights: PretrainedWeights,
     peers: Sequence[RankInfo],
 ) -> list[Callback]:
     """The callbacks, in the order of their collectives; from the config alone, so equal on all ranks.
@@ -64,7 +62,6 @@ def build_callbacks(
         # After those that may end the run by the same step, which is then not logged.
         StepLogger(context),
         ReplicaCheck(context, check_every) if check_every else None,
-        weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,
         ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,
         # Last: it saves the state of all others after a step, and may end the run there.

@@ -32,8 +32,8 @@ from launcher.trainer import after_evaluation, results
 from launcher.trainer.build_callbacks import build_callbacks
 from launcher.trainer.builders import build, compilation, data_check
 from launcher.trainer.builders.memory_format import choose_memory_format
+from launcher.trainer.builders.pretrained_weights import LoadReport, load_weights, report_weights
 from launcher.trainer.callbacks.micro_batch import MicroBatch
-from launcher.trainer.callbacks.pretrained_weights import LoadReport, PretrainedWeights, load_weights
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
 from launcher.trainer.evaluation_loop import EvaluationLoop
@@ -60,11 +60,11 @@ def build_trainer(
     """A trainer that is ready for its first step, the state of a checkpoint loaded. A collective."""
     context, loaded = _build_context(config, env, gpus, telemetry, heartbeat, stop_signal)
     checkpointer = _build_checkpointer(context)
-    micro_batch, weights = MicroBatch(context), PretrainedWeights(context, loaded)
-    context.callbacks.fill(build_callbacks(context, checkpointer, micro_batch, weights, peers))
+    micro_batch = MicroBatch(context)
+    context.callbacks.fill(build_callbacks(context, checkpointer, micro_batch, peers))
     heartbeat.beat("restoring")
     start = resume(context, checkpointer, launch)
-    weights.check(start.from_checkpoint)
+    report_weights(context, loaded, start.from_checkpoint)
     steps_left = start.step < context.length.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.micro_batch)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.trainer.callbacks.pretrained_weights import LoadReport, load_weights
+from launcher.trainer.builders.pretrained_weights import LoadReport, load_weights
 from tests.configs import composed
 from tests.models import Odd, conv_net, mlp
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,64 +20,7 @@ from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
-from launcher.run_dir.result import Result
-from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-
-
-class PretrainedWeights(Callback):
-    """Reports and records the weights that were `loaded`, None where the config names no file."""
-
-    name = "pretrained_weights"
-
-    def __init__(self, context: TrainContext, loaded: LoadReport | None) -> None:
-        self._context = context
-        self._loaded = loaded
-        # model.init_from, and the SHA-256 that the file had.
-        self._started_from: tuple[str, str] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"started_from": self._started_from}
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        if (saved := values["started_from"]) is not None:
-            self._started_from = tuple(saved)
-
-    def check(self, resumed: bool) -> None:
-        """Report what the run starts from. All ranks call it.
-
-        `resumed`: from a checkpoint, whose weights have replaced those of the file. Otherwise raises
-        ConfigError, on all ranks, for a file that cannot be used.
-        """
-        loaded, model = self._loaded, self._context.config.model
-        if loaded is not None and resumed:
-            self._context.telemetry.decision(
-                "weights", f"of the checkpoint, not of model.init_from={loaded.file}"
-            )
-        elif loaded is not None:
-            if loaded.error:
-                raise ConfigError(loaded.error)
-            self._started_from = (loaded.file, loaded.sha256)
-            self._context.telemetry.decision("weights", loaded.text, file=loaded.file, sha256=loaded.sha256)
-            self._warn_of_frozen(loaded)
-        if self._started_from is not None and self._started_from[0] == model.init_from:
-            self._context.persist_config(model=replace(model, init_from_sha256=self._started_from[1]))
-
-    def add_to_result(self, result: Result) -> Result:
-        if self._started_from is None:
-            return result
-        file, digest = self._started_from
-        return replace(result, started_from={"file": file, "sha256": digest})
-
-    def _warn_of_frozen(self, loaded: LoadReport) -> None:
-        parameters = named_parameters(self._context.stepper.model)
-        if idle := [name for name, p in parameters.items() if name in loaded.random and not p.requires_grad]:
-            self._context.telemetry.warn(
-                f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
-                f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
-                "freeze them, or give a file that has them."
-            )
-
 
 SHOWN = 6  # names in a text
 COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, as torch accepts
@@ -167,3 +109,28 @@ def _assign(
         for name in fitting:
             own[name].copy_(tensors[name])
     return text, random
+
+
+def report_weights(context: TrainContext, loaded: LoadReport | None, resumed: bool) -> None:
+    """Report what the run starts from, and record the digest of the file. All ranks call it.
+
+    `resumed`: from a checkpoint, whose weights have replaced those of the file. Otherwise raises ConfigError,
+    on all ranks, for a file that cannot be used.
+    """
+    if loaded is None:
+        return
+    if resumed:
+        text = f"of the checkpoint, not of model.init_from={loaded.file}"
+        context.telemetry.decision("weights", text)
+        return
+    if loaded.error:
+        raise ConfigError(loaded.error)
+    context.telemetry.decision("weights", loaded.text, file=loaded.file, sha256=loaded.sha256)
+    context.persist_config(model=replace(context.config.model, init_from_sha256=loaded.sha256))
+    parameters = named_parameters(context.stepper.model)
+    if idle := [name for name, p in parameters.items() if name in loaded.random and not p.requires_grad]:
+        context.telemetry.warn(
+            f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
+            f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
+            "freeze them, or give a file that has them."
+        )
