@@ -112,9 +112,15 @@ class EvalLoop:
         """Report that this rank may wait for another one from here on."""
         self.heartbeat.beat(self.waiting_phase)
 
-    def losses(self, batch: Batch, measuring: MetricEvaluator, number: int, size: int) -> Iterator[Loss]:
-        """The loss of a batch, or those of its pieces of `size` samples where it does not fit in memory."""
+    def losses(
+        self, batch: Batch, measuring: MetricEvaluator, number: int = 0, size: int | None = None
+    ) -> Iterator[Loss]:
+        """The loss of a batch, or those of its pieces of `size` samples where it does not fit in memory.
+
+        The metrics are updated with it. `number` counts the batches of this rank.
+        """
         num_samples = len(next(iter(batch.values())))
+        size = size or num_samples
         try:
             loss, made = self._loss(batch, number)
         except Exception as error:
@@ -127,13 +133,7 @@ class EvalLoop:
             return
         for begin in range(0, num_samples, size):
             piece = {name: column[begin : begin + size] for name, column in batch.items()}
-            yield self.measure_batch(piece, measuring, number)
-
-    def measure_batch(self, batch: Batch, measuring: MetricEvaluator, number: int = 0) -> Loss:
-        """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
-        loss, made = self._loss(batch, number)
-        measuring.update(loss, batch | made)
-        return loss
+            yield from self.losses(piece, measuring, number)
 
     def _loss(self, batch: Batch, number: int) -> tuple[Loss, Batch]:
         """The loss of a batch, and the batch as eval_transform has made it."""
@@ -180,7 +180,7 @@ def evaluate(
             if batch is None:  # samples that could not be read and may be left out
                 own.unreadable += num_samples
             else:
-                for loss in over.losses(batch, measuring, number, training_size or num_samples):
+                for loss in over.losses(batch, measuring, number, training_size):
                     own.add(loss)
         over.wait()
         total = own.over_ranks(env)
@@ -261,7 +261,8 @@ def sanity_check(over: EvalLoop, data: Readable, batch_size: int) -> MetricValue
         with over.heartbeat.in_user_code():
             batch = data.first_batch(env.rank, env.world_size, batch_size, FIRST)
             if batch is not None:
-                own.add(over.measure_batch(batch, measuring))
+                for loss in over.losses(batch, measuring):
+                    own.add(loss)
         over.wait()
         total = own.over_ranks(env)
         found = measuring.compute(total.loss_sum, total.counted or 1)
