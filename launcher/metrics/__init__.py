@@ -3,6 +3,5 @@
 from launcher.metrics.classification import Classification
 from launcher.metrics.metric import LossMetric, Metric
 from launcher.metrics.perplexity import Perplexity
-from launcher.metrics.regression import Regression
 
-__all__ = ["Classification", "LossMetric", "Metric", "Perplexity", "Regression"]
+__all__ = ["Classification", "LossMetric", "Metric", "Perplexity"]

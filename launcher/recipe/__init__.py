@@ -5,7 +5,7 @@ from launcher.data.reader import columns
 from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError
-from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
+from launcher.metrics import Classification, LossMetric, Metric, Perplexity
 from launcher.recipe.contract import Loss, Recipe, class_loss, cross_entropy
 from launcher.recipe.rank0 import rank0_first
 from launcher.recipe.registry import (
@@ -30,7 +30,6 @@ __all__ = [
     "ParameterGroup",
     "Perplexity",
     "Recipe",
-    "Regression",
     "TensorData",
     "class_loss",
     "columns",

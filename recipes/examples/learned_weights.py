@@ -24,7 +24,6 @@ from launcher.recipe import (
     Loss,
     ParameterGroup,
     Recipe,
-    Regression,
     TensorData,
     recipe,
 )
@@ -46,7 +45,7 @@ def learned_weights(config: Config) -> Recipe:
         loss=weighted_loss,
         eval_transform=images.eval_transform(),
         train_transform=images.train_transform(config.data.augment),
-        metrics=[Classification(images.classes, output="logits"), Regression("ink", output="ink")],
+        metrics=[Classification(images.classes, output="logits"), InkError()],
         monitor="accuracy",
         groups=[ParameterGroup("log_variances", weight_decay=0.0)],  # decay would pull the weights to 1
     )
@@ -70,6 +69,26 @@ class TwoHeads(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features = self.trunk(images)
         return self.digit(features), self.ink(features)[:, 0]
+
+
+class InkError:
+    """`ink_error`: the mean absolute error, in standard deviations of the ink."""
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        self.error_sum, self.samples = 0.0, 0
+
+    def update(self, outputs: dict[str, Tensor], batch: Batch) -> None:
+        self.error_sum += float((outputs["ink"] - batch["ink"]).abs().sum())
+        self.samples += len(batch["ink"])
+
+    def merge(self, other: InkError) -> None:  # with it each rank updates its own
+        self.error_sum += other.error_sum
+        self.samples += other.samples
+
+    def compute(self) -> dict[str, float]:
+        return {"ink_error": self.error_sum / self.samples}
 
 
 def weighted_loss(network: TwoHeads, batch: Batch) -> Loss:

@@ -17,7 +17,7 @@ from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate, monitored_metric
-from launcher.metrics import Classification, Perplexity, Regression
+from launcher.metrics import Classification, Perplexity
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
 from tests.ranks.harness import run_ranks
@@ -107,7 +107,6 @@ def measure(env: WorkerEnv, num_samples: int) -> Evaluation:
         Pairs(),
         Perplexity(),
         Merged(),
-        Regression(output="value"),
         Local(),
     ]
     recipe = recipe_of(data, *metrics)
@@ -123,7 +122,7 @@ def expected(num_samples: int) -> dict[str, float]:
     batch = {**data.columns, "added": data.columns["target"] * 2}
     of_set = loss(model(), batch)
     logits, value = (each.detach().float() for each in of_set.outputs.values())
-    labels, target, predicted = data.columns["label"], data.columns["target"], logits.argmax(dim=1)
+    labels, predicted = data.columns["label"], logits.argmax(dim=1)
     occurring = torch.cat([labels, predicted]).unique()
     hits, true, found = (
         torch.stack([part(each).sum() for each in occurring]).double()
@@ -135,7 +134,6 @@ def expected(num_samples: int) -> dict[str, float]:
     )
     f1 = 2 * hits / (true + found)
     ahead = logits.argsort(dim=1, descending=True)[:, :5]
-    error = (value - target).double()
     pairs = Merged()
     pairs.update({"value": value}, batch)
     digest = float(pairs.compute()["merged_digest"])
@@ -151,9 +149,6 @@ def expected(num_samples: int) -> dict[str, float]:
         "perplexity": np.exp(of_set.sum.item() / num_samples),
         "merged_digest": digest,
         "merged_samples_read": num_samples,
-        "mae": float(error.abs().mean()),
-        "rmse": float(error.square().mean().sqrt()),
-        "r2": float(1 - error.square().sum() / (target - target.double().mean()).square().sum()),
         "local": num_samples,
     }
 

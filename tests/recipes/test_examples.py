@@ -92,7 +92,7 @@ def test_segmentation_measures_its_own_metric(tmp_path: Path) -> None:
 def test_the_weights_of_several_losses_are_learned(tmp_path: Path) -> None:
     last = train("learned_weights", tmp_path, "train.epochs=3")
     assert last["accuracy"] > 0.8
-    assert last["r2"] > 0.8
+    assert last["ink_error"] < 0.5
     (newest,) = list((tmp_path / "run" / FOLDER).glob("*/weights*.safetensors"))[-1:]
     learned = load_file(newest)["log_variances"]
     assert (learned.abs() > 1e-2).all(), "they start at 0"
