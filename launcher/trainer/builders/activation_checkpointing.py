@@ -33,28 +33,19 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model; of a model without any, its children that have children.
+    """The repeated blocks of the model. Raises ConfigError if there are none.
 
-    Where that is a single one, such as the backbone of a model, its own are taken: recomputed as a whole, it
-    would need the memory of all its activations again. Raises ConfigError if there are neither: a layer alone
-    keeps little but its input, which stays.
+    A layer alone keeps little but its input, which stays; a model that is recomputed as a whole would need
+    the memory of all its activations again.
     """
-    blocks = compilation.find_repeated_blocks(model) or _parents_in(model)
-    while len(blocks) == 1 and (inner := _parents_in(blocks[0])):
-        blocks = inner
+    blocks = compilation.find_repeated_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"train.activation_checkpointing=true: the model {type(model).__name__} has neither repeated "
-            "blocks nor children with modules of their own, and to recompute single layers saves no memory. "
-            "Use train.activation_checkpointing=false, or a smaller data.micro_batch_size."
+            f"train.activation_checkpointing=true: the model {type(model).__name__} has no repeated blocks. "
+            f"{compilation.BLOCK} Use train.activation_checkpointing=false, or a smaller "
+            "data.micro_batch_size."
         )
     return blocks
-
-
-def _parents_in(module: nn.Module) -> list[nn.Module]:
-    """The children that have children, but for lists, which are not called."""
-    lists = (nn.ModuleList, nn.ModuleDict)
-    return [each for each in module.children() if list(each.children()) and not isinstance(each, lists)]
 
 
 def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

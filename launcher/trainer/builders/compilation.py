@@ -16,6 +16,7 @@ from launcher.config.rules import BLOCKS
 from launcher.engine import Stepper
 from launcher.errors import ConfigError
 
+BLOCK = "They are two or more modules of one class, with children, in an nn.ModuleList or nn.Sequential."
 GRAPHS_PER_BLOCK = 4  # for its first shape, for others, and with and without gradients
 
 
@@ -54,8 +55,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = find_repeated_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"train.compile={BLOCKS}: the model {type(model).__name__} has no repeated blocks. They are two "
-            "or more modules of one class, with children, in an nn.ModuleList or nn.Sequential. Use "
+            f"train.compile={BLOCKS}: the model {type(model).__name__} has no repeated blocks. {BLOCK} Use "
             "train.compile=true, which compiles the whole model."
         )
     return blocks
