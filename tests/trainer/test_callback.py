@@ -48,7 +48,7 @@ OF_THIS_PROCESS = {
     },  # of a step; of the last process, as result.json says
     "gradient_histogram": {"_next", "_counts"},  # when to count follows from the number of the step
     "skipped_steps": {"_outlier_warnings", "_bad_loss_warnings"},  # how often a warning was given
-    "divergence": {"_scales", "_last"},  # evidence
+    "divergence": {"_last"},  # evidence
     "checkpoint": {"_best_step", "due"},
 }
 REPORTED = """

@@ -78,7 +78,7 @@ def test_a_nan_in_one_samples_pixels_names_rank_sample_and_module(tmp_path, rank
     assert f"  rank {rank}: training sample {sample} (of 16 in the micro-batch)" in error
     assert "not finite in the batch itself: image" in error
     assert "first module whose output was not finite: 0 (Linear), nan" in error
-    assert "Loss scale: 65536 from step 1" in error
+    assert "Loss scale: 65536" in error
 
 
 def test_a_learning_rate_that_breaks_the_weights_ends_the_run_at_once(tmp_path) -> None:
@@ -96,7 +96,7 @@ def test_an_infinite_master_is_named(tmp_path) -> None:
     assert re.search(r"because weights are not: .*0\.weight", error)
 
 
-def test_an_overflow_at_the_floor_tells_the_way_down_and_the_batch(tmp_path) -> None:
+def test_an_overflow_at_the_floor_tells_the_scale_and_the_batch(tmp_path) -> None:
     words = ["precision.loss_scale.init_scale=4", "precision.loss_scale.max_skips_at_min_scale=3"]
     error = diverge(tmp_path, words, factor=1e7)
     assert error.startswith(
@@ -104,7 +104,7 @@ def test_an_overflow_at_the_floor_tells_the_way_down_and_the_batch(tmp_path) -> 
     )
     assert "Gradient not finite on ranks [0, 1], in parameters: " in error
     assert "3.weight" in error
-    assert "Loss scale: 4 from step 1, 2 from step 2, 1 from step 3" in error
+    assert "Loss scale: 1\n" in error
     assert "  rank 0: micro-batch of 16 training samples " in error
     assert (
         "the forward pass is finite; first gradient that was not finite: at the output of 3 (Linear), inf"

@@ -1,15 +1,13 @@
 """Raises DivergedError if continuing a run is useless, with the evidence of its last step.
 
-Owns the limits on bad steps and the latest changes of the loss scale. All ranks check the same numbers and
-raise at the same step.
+Owns the limits on bad steps. All ranks check the same numbers and raise at the same step.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher.config.schema import LossScaleConfig
@@ -19,7 +17,6 @@ from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NonFiniteInspector
 from launcher.trainer.progress import EvalOutcome, Position
 
-SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 FALLBACK = "If a module below made it, precision.fp32_fallback=true computes it in fp32."
 ADVICE = "Check the input for NaN, and normalise it; lower optim.lr, or set optim.clip_norm."
 
@@ -33,7 +30,6 @@ class TerminateOnNonFinite(Callback):
     limits: LossScaleConfig
     inspector: NonFiniteInspector
     counters: Callable[[], Mapping[str, int]]
-    _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
     _last: tuple[Position, StepReport] | None = None
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
@@ -43,8 +39,6 @@ class TerminateOnNonFinite(Callback):
         """
         report = metrics.report
         self._last = (position, report)
-        if not self._scales or self._scales[-1][1] != report.scale:
-            self._scales.append((position.step, report.scale))  # (first step, scale)
         if not report.skipped:
             return
         if report.count == 0:
@@ -104,26 +98,23 @@ class TerminateOnNonFinite(Callback):
 
     def _floor(self, report: StepReport) -> tuple[str, str]:
         """The scale at which the gradient overflows although it cannot fall, and what to do, as texts."""
-        at = f" at loss scale {report.scale:g}, the smallest allowed"
-        advice = "Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32."
         if self.limits.mode == "none":
-            at = " without a loss scale"
             advice = "Lower optim.lr, or make the loss smaller. ddp.gradient_dtype=fp32 has more room."
-        elif self.limits.mode == "static":
-            at = f" at the constant loss scale {report.scale:g}"
+            return " without a loss scale", advice
+        if self.limits.mode == "static":
             advice = "Lower precision.loss_scale.init_scale, or let it move with its mode=dynamic."
-        elif self.limits.min_scale != 1:
-            advice += " Lower precision.loss_scale.min_scale, too."
-        return at, advice
+            return f" at the constant loss scale {report.scale:g}", advice
+        advice = "Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32."
+        lower = "" if self.limits.min_scale == 1 else " Lower precision.loss_scale.min_scale, too."
+        return f" at loss scale {report.scale:g}, the smallest allowed", advice + lower
 
     def _evidence(self, position: Position, report: StepReport) -> str:
         """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
-        scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
         names = listed(report.culprit_parameters, MAX_NAMES)
         seen = self.inspector.explain(position, report.culprit_ranks, not report.bad_losses)
         return (
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
-            f"Loss scale: {scales}\n{seen}"
+            f"Loss scale: {report.scale:g}\n{seen}"
         )
 
     def _evidence_of_last(self) -> str:
