@@ -103,7 +103,6 @@ SHARED = {
     *(
         "TrainContext",
         "CallbackList",
-        "TrainAccuracy",
         "Checkpointer",
         "TrainLength",
     ),

@@ -1,7 +1,4 @@
-"""The mean loss of the training samples since the last evaluation, and the share that was classified right.
-
-Owns what an evaluation's record says of training, over all ranks, as they were trained on.
-"""
+"""The mean loss of the training samples since the last evaluation, over all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ class TrainingMetrics(Callback):
     def __init__(self, context: TrainContext) -> None:
         self._context = context
         self._loss_sum = self._loss_count = 0.0
-        self._right = self._answered = 0  # samples (or tokens) of a classifier
         self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
@@ -31,33 +27,25 @@ class TrainingMetrics(Callback):
             self._loss_count += report.count
 
     def on_eval_start(self, position: Position) -> None:
-        """Set `train_loss` and `train_accuracy` for the record of the evaluation. A collective.
+        """Set `train_loss` for the record of the evaluation.
 
-        A run that was killed before its result was written repeats its last evaluation: with the same ones.
+        A run that was killed before its result was written repeats its last evaluation: with the same one.
         """
-        self._add_accuracy()
         found = {"train_loss": self._loss_sum / self._loss_count} if self._loss_count else {}
-        if self._answered:
-            found["train_accuracy"] = self._right / self._answered
         self._context.train_metrics = self._evaluated or found
 
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         if measured.evaluations:
             self._evaluated = dict(self._context.train_metrics)
             self._loss_sum = self._loss_count = 0.0
-            self._right = self._answered = 0
-
-    def _add_accuracy(self) -> None:
-        right, answered = self._context.train_accuracy.take()
-        self._right += right
-        self._answered += answered
 
     def state_dict(self) -> dict[str, Any]:
-        self._add_accuracy()
-        sums = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
-        return sums | {"right": self._right, "answered": self._answered, "evaluated": self._evaluated}
+        return {
+            "loss_sum": self._loss_sum,
+            "loss_count": self._loss_count,
+            "evaluated": self._evaluated,
+        }
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         self._loss_sum, self._loss_count = values["loss_sum"], values["loss_count"]
-        self._right, self._answered = values["right"], values["answered"]
         self._evaluated = values["evaluated"]
