@@ -46,7 +46,12 @@ def explain_and_report(
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
     failure = to_launcher_error(error, launch, logs, describe(heartbeat.latest))
     steps = max(telemetry.step, heartbeat.latest.steps_done)  # events come every few steps only
-    report_failure(telemetry, steps, run_dir, launch, failure or error)
+    result = Failure.of(failure or error)
+    level = logging.ERROR if result.state == "failed" else logging.INFO
+    log.log(level, "rank %d: %s", launch.rank, result.error)
+    telemetry.emit(EndEvent(steps, state=result.state, exit=result.exit, error=result.error))
+    if launch.rank == 0:
+        write_failure(run_dir, result)
     free_traceback(error)
     return failure
 
@@ -111,15 +116,3 @@ def note_failure(error: BaseException, rank: int, heartbeat: Heartbeat) -> None:
     heartbeat.failed_s = time.time()
     if Failure.of(error).state == "failed":
         log.error("rank %d failed\n%s", rank, "".join(traceback.format_exception(error)))
-
-
-def report_failure(
-    telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
-) -> None:
-    """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
-    failure = Failure.of(error)
-    level = logging.ERROR if failure.state == "failed" else logging.INFO
-    log.log(level, "rank %d: %s", launch.rank, failure.error)
-    telemetry.emit(EndEvent(steps, state=failure.state, exit=failure.exit, error=failure.error))
-    if launch.rank == 0:
-        write_failure(run_dir, failure)
