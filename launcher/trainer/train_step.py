@@ -107,11 +107,8 @@ class TrainStep:
             return
         context.heartbeat.beat("trying the smallest batch")
         sizes = plan.sizes_by_rank(step)
-        by_rank = "; ".join(
-            f"{', '.join(map(str, each)) or 'none'} (rank {rank})" for rank, each in enumerate(sizes)
-        )
         samples = counted(len(plan.global_batch(step)), "sample")
-        what = f"the smallest batch: {samples} in step {step + 1} of an epoch, in micro-batches of {by_rank}"
+        what = f"the smallest batch: {samples} in step {step + 1} of an epoch"
         transform = context.recipe.train_transform
         batches = training_batches(context.data.train, plan, transform, total_steps=0)
         with found_in_trial(what), raise_on_all_ranks(context.env), unchanged(context.model):

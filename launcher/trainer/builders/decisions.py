@@ -17,7 +17,6 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import ONLY_SET, length_of
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.process_group import user_omp_threads
 from launcher.engine import Stepper
 from launcher.engine.names import named_parameters
 from launcher.engine.optim.muon import hidden_matrices
@@ -67,8 +66,6 @@ def decisions(
     if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "communication", text
-    if env.device.type == "cpu" and (threads := user_omp_threads()):
-        yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
     if config.train.activation_checkpointing:
         blocks = compilation.counted_kinds(checkpointed_blocks(stepper.model))
         yield "activation checkpointing", f"recomputed in the backward pass: {blocks}"

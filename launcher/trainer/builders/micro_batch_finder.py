@@ -44,7 +44,7 @@ def search(context: TrainContext) -> int:
     A collective: all ranks make the same trials. Raises OutOfMemoryError on all ranks.
     """
     tried: dict[int, str] = {}
-    config, plan = context.config, context.plan
+    plan = context.plan
     sizes = candidate_sizes(plan)
     # cuDNN would time its algorithms anew for the shapes of each trial.
     tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
@@ -59,13 +59,9 @@ def search(context: TrainContext) -> int:
             f"fits in memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's "
             "states among the ranks with ddp.shard_optimizer=true, or use devices with more memory."
         )
-    too_large = min((each for each, failure in tried.items() if failure), default=None)
-    rest = f"; {too_large} do not fit" if too_large else ", the whole share of a rank"
     parts = counted(replace(plan, micro_batch=size).micro_batches, "micro-batch", "es")
-    way = " of the model without train.compile" if config.train.compile else ""
-    trials = f"{counted(len(tried), 'trial')}{way}"
     text = (
-        f"data.micro_batch_size=auto: {size} per rank and forward pass{rest} ({trials}). "
+        f"data.micro_batch_size=auto: {size} per rank and forward pass ({counted(len(tried), 'trial')}). "
         f"The update stays that of {plan.batch_size} samples, in up to {parts} per rank"
     )
     fitted = [[each, not failure] for each, failure in tried.items()]
