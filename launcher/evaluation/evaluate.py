@@ -30,8 +30,8 @@ from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine.async_work import all_reduce
 from launcher.errors import ConfigError, DataError, counted
-from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues
+from launcher.metrics.confusion import Confusion
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.os import frames
 from launcher.os.oom import oom_text

@@ -24,10 +24,10 @@ from launcher.distributed.alone import HiddenProcessGroup
 from launcher.distributed.collectives import broadcast_bytes, error_message, pack_result, unpack_result
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, described, escaped
-from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
 from launcher.evaluation.transport import deserialize, serialize
 from launcher.metrics import Classification, LossMetric
+from launcher.metrics.confusion import Confusion
 from launcher.metrics.metric import direction_of, name_of
 from launcher.recipe.checks import refuse_taken_name
 from launcher.recipe.contract import Loss, Recipe

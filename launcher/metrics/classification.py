@@ -15,10 +15,10 @@ from torch import Tensor
 from launcher.data.labels import IGNORED
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError, counted
+from launcher.metrics.confusion import Confusion
 from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
 
 Int64Array = NDArray[np.int64]
-Float64Array = NDArray[np.float64]
 
 OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
 TOP = 5
@@ -96,7 +96,7 @@ class Classification:
     def compute(self) -> Mapping[str, float]:
         """All that the outputs allow; NaN where no sample was counted."""
         matrix = self.confusion_matrix()
-        found = metrics_of_counts(matrix)
+        found = Confusion(self.classes, matrix).metrics()
         if "top5" in self._sums:
             samples = int(matrix.sum())
             found["top5_accuracy"] = int(self._sums["top5"]) / samples if samples else float("nan")
@@ -144,25 +144,6 @@ class Classification:
             self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
 
 
-def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
-    """The metrics OF_COUNTS of a matrix [classes, classes], row the true class.
-
-    A quotient 0/0 counts as 0, as in scikit-learn with zero_division=0.
-    """
-    correct, actual, predicted = confusion.diagonal(), confusion.sum(axis=1), confusion.sum(axis=0)
-    occurs = (actual + predicted) > 0
-    if not occurs.any():
-        return dict.fromkeys(OF_COUNTS, float("nan"))
-    f1 = _quotients(2 * correct, actual + predicted)
-    return {
-        "accuracy": float(correct.sum() / confusion.sum()),
-        "macro_precision": float(_quotients(correct, predicted)[occurs].mean()),
-        "macro_recall": float(_quotients(correct, actual)[occurs].mean()),
-        "macro_f1": float(f1[occurs].mean()),
-        "weighted_f1": float((f1 * actual).sum() / actual.sum()),
-    }
-
-
 def _of_logits(logits: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
     """Numbers of samples that only logits [samples, classes] tell: with a NaN, and among the top 5."""
     spread = logits.amax(dim=1) - logits.amin(dim=1)  # NaN where a logit is, or all are infinite
@@ -173,7 +154,3 @@ def _of_logits(logits: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor
         ahead = ((logits > of_label) | ((logits == of_label) & lower_class)).sum(dim=1)
         found["top5"] = ((ahead < TOP) & kept).sum()
     return found
-
-
-def _quotients(numerators: Int64Array, denominators: Int64Array) -> Float64Array:
-    return numerators / np.maximum(denominators, 1)

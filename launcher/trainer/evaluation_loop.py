@@ -16,7 +16,6 @@ from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import counted
-from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import (
     EvalLoop,
     Evaluation,
@@ -25,6 +24,7 @@ from launcher.evaluation.evaluate import (
     monitored_metric,
     sanity_check,
 )
+from launcher.metrics.confusion import Confusion
 from launcher.recipe.checks import MONITOR
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent

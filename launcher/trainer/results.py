@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from launcher.errors import StorageError, counted, described
-from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.prediction import FACTS, facts_of
+from launcher.metrics.confusion import Confusion
 from launcher.recipe.contract import Recipe, normalisation_of
 from launcher.report import page
 from launcher.report.run import Run

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launcher.errors import ConfigError, DataError
-from launcher.evaluation.confusion import Confusion
 from launcher.metrics import Classification
+from launcher.metrics.confusion import Confusion
 from tests.metrics.figures import FIGURES
 
 CLASSES = ("red", "green", "blue")

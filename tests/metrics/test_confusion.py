@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from launcher.evaluation.confusion import Confusion
+from launcher.metrics.confusion import Confusion
 from tests.metrics.figures import FIGURES
 
 

@@ -1,7 +1,8 @@
-"""The confusion matrix of an evaluation, and the classification report on it."""
+"""The confusion matrix of an evaluation, and the metrics and the classification report on it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,21 @@ class Confusion:
             }
             for index in np.flatnonzero(true + predicted)
         ]
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the classes that occur, as of scikit-learn with zero_division=0; NaN without samples."""
+        rows, total = self.table(), int(self.counts.sum())
+
+        def mean(share: str, weights: list[int] | None = None) -> float:
+            return float(np.average([row[share] for row in rows], weights=weights)) if rows else math.nan
+
+        return {
+            "accuracy": int(np.trace(self.counts)) / total if total else math.nan,
+            "macro_precision": mean("precision"),
+            "macro_recall": mean("recall"),
+            "macro_f1": mean("f1"),
+            "weighted_f1": mean("f1", [row["support"] for row in rows]),
+        }
 
     def report(self) -> str:
         """Precision, recall, F1 and support of each class that occurs, in the form of scikit-learn's report.
