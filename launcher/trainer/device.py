@@ -16,10 +16,7 @@ from launcher.os import allocator
 
 
 def set_backend_flags(config: Config, device: torch.device) -> None:
-    """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(caches):  # else this user has no home: torch's own default, below /tmp, stays
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(caches, "fp16-launcher", "inductor"))
+    """Process-wide switches of torch that the config names."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # default: one per core, in each rank
     if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
         # Called only if needed: it imports the compiler, which takes a second and keeps the process group

@@ -73,14 +73,6 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
     assert decide_compile_threads() == processes
 
 
-def test_a_user_without_a_home_has_torchs_own_compile_cache(switches, monkeypatch) -> None:
-    switches.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the user is not in passwd
-    switches.delenv("XDG_CACHE_HOME", raising=False)
-    set_backend_flags(composed(), CPU)
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-
-
 @pytest.mark.parametrize(
     ("words", "world_size", "said"),
     [
