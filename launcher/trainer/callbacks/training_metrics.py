@@ -17,35 +17,24 @@ class TrainingMetrics(Callback):
     def __init__(self, context: TrainContext) -> None:
         self._context = context
         self._loss_sum = self._loss_count = 0.0
-        self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
-        self._evaluated = {}
         if report.count and not report.bad_losses:
             self._loss_sum += report.loss * report.count
             self._loss_count += report.count
 
     def on_eval_start(self, position: Position) -> None:
-        """Set `train_loss` for the record of the evaluation.
-
-        A run that was killed before its result was written repeats its last evaluation: with the same one.
-        """
+        """Set `train_loss` for the record of the evaluation; none where no step has followed the last."""
         found = {"train_loss": self._loss_sum / self._loss_count} if self._loss_count else {}
-        self._context.train_metrics = self._evaluated or found
+        self._context.train_metrics = found
 
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         if measured.evaluations:
-            self._evaluated = dict(self._context.train_metrics)
             self._loss_sum = self._loss_count = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "loss_sum": self._loss_sum,
-            "loss_count": self._loss_count,
-            "evaluated": self._evaluated,
-        }
+        return {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         self._loss_sum, self._loss_count = values["loss_sum"], values["loss_count"]
-        self._evaluated = values["evaluated"]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.atomic import read_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import Position
 from tests.forked import launch_forked
 from tests.telemetry.made import made
-from tests.trainer.reports import CLEAN, LIMITS, metrics_of
+from tests.trainer.reports import LIMITS
 from tests.trainer.runs import context_alone
 
 
@@ -33,7 +31,7 @@ def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:
 
 
 def test_what_was_counted_survives_a_checkpoint() -> None:
-    since = {"loss_sum": 3.5, "loss_count": 7.0, "evaluated": {}}
+    since = {"loss_sum": 3.5, "loss_count": 7.0}
     before, after = metrics_alone(), metrics_alone()
     before.load_state_dict(since)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -45,21 +43,6 @@ def test_the_table_has_it_beside_what_was_held_out() -> None:
     cells = evaluation_cells(made("eval", 5, epoch=0, val_loss=1.0, **metrics, samples=9, seconds=1.0))
     titles = ["val_loss", "accuracy", "train_loss", "F1", "samples", "seconds"]
     assert list(cells)[2:] == titles
-
-
-def test_an_evaluation_that_is_repeated_after_a_kill_says_the_same_of_training() -> None:
-    position, measured = Position(0, 0, 1), EvalOutcome(evaluations={"all": Evaluation(0.5, 2, {}, {})})
-    killed, resumed = (metrics_alone() for _ in range(2))
-    killed.on_step_metrics(position, metrics_of(replace(CLEAN, loss=0.25)))
-    found = evaluated(killed)
-    assert found["train_loss"] == 0.25
-    killed.on_eval_end(position, measured)
-    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
-    for _ in range(2):
-        assert evaluated(resumed) == found
-        resumed.on_eval_end(position, measured)
-    resumed.on_step_metrics(position, metrics_of(replace(CLEAN, loss=4.0)))
-    assert evaluated(resumed) == {"train_loss": 4.0}
 
 
 SHORT = [
@@ -94,9 +77,3 @@ def test_an_epoch_has_the_loss_of_all_its_samples_also_after_a_resume(tmp_path: 
         assert event["train_loss"] == pytest.approx(mean)
     whole = read_json(tmp_path / "two" / "result.json")["training_seconds"]
     assert whole == pytest.approx(sum(times_ms.values()) / 1e3), "the time of the steps before it, too"
-    (tmp_path / "two" / "result.json").unlink()  # as if killed before it was written
-    assert launch_forked(tmp_path, [*SHORT, "run.dir=two"]).returncode == 0
-    *_, again = (
-        event for event in read_events(tmp_path / "two" / "metrics.jsonl") if event["event"] == "eval"
-    )
-    assert again["train_loss"] == found[2]["train_loss"]
