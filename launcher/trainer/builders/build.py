@@ -142,7 +142,7 @@ def build_stepper(
     """The Stepper of the config; `rates` are those of `lr_table`. A collective."""
     optim = config.optim
     emulate = config.precision.emulate
-    grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)
+    groups, _ = parameter_groups.parameter_groups(optim, recipe.groups, model)
     stepper = Stepper(
         model,
         build_optimizer(optim, config.recipes.path),
@@ -154,7 +154,7 @@ def build_stepper(
         learning_rates=rates,
         micro_batches=plan.own_micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
-        groups=grouped.groups,
+        groups=groups,
         skip_outliers=build_outliers(config.precision),
     )
     try:

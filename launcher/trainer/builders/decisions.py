@@ -60,8 +60,8 @@ def decisions(
     if (base := config.schedule.lr_base_batch_size) is not None:
         factors = f"optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size}"
         yield "learning rate", f"{build.peak_lr(config):g}: {factors} / schedule.lr_base_batch_size={base}"
-    groups = parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)
-    yield from groups.sentences
+    if text := parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)[1]:
+        yield "parameter groups", text
     yield "schedule", _schedule(config, recipe, build.lr_table(config, recipe, steps))
     if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"

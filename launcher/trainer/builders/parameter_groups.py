@@ -1,4 +1,4 @@
-"""The engine's parameter groups from the config and the recipe, and the sentences that report them.
+"""The engine's parameter groups from the config and the recipe, and the sentence that reports them.
 
 Owns how optim.groups, Recipe.groups and optim.decay_norm_and_bias combine for each parameter. Changes no
 model.
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -24,16 +23,13 @@ from launcher.engine.params.param_groups import GroupOptions, owners_of
 from launcher.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ParameterGroups:
-    """What a Stepper is given, and why."""
+def parameter_groups(
+    optim: OptimConfig, own: Sequence[ParameterGroup], model: nn.Module
+) -> tuple[list[ParameterGroup], str]:
+    """The groups of `model`, and the sentence that reports them, which may be empty.
 
-    groups: Sequence[ParameterGroup] = ()
-    sentences: Sequence[tuple[str, str]] = field(default_factory=tuple)  # topic and text, for the start
-
-
-def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: nn.Module) -> ParameterGroups:
-    """The groups of `model`; `own` are the recipe's. ConfigError for a pattern that matches nothing."""
+    `own` are the recipe's. Raises ConfigError for a pattern that matches nothing.
+    """
     configured = [
         ParameterGroup(each.match, each.lr_scale, each.weight_decay, each.frozen) for each in optim.groups
     ]
@@ -55,7 +51,7 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
                 decay = 0.0
             decay = None if decay == optim.weight_decay else decay
             found[name] = GroupOptions(group.lr_scale, decay), False
-    return ParameterGroups(_merged(found), tuple(_sentences(optim, found)))
+    return _merged(found), _sentence(optim, found)
 
 
 def _merged(found: Mapping[str, tuple[GroupOptions, bool]]) -> list[ParameterGroup]:
@@ -70,9 +66,7 @@ def _merged(found: Mapping[str, tuple[GroupOptions, bool]]) -> list[ParameterGro
     ]
 
 
-def _sentences(
-    optim: OptimConfig, found: Mapping[str, tuple[GroupOptions, bool]]
-) -> Iterator[tuple[str, str]]:
+def _sentence(optim: OptimConfig, found: Mapping[str, tuple[GroupOptions, bool]]) -> str:
     trained = [rates for rates, is_frozen in found.values() if not is_frozen]
     decays = Counter(optim.weight_decay if x.weight_decay is None else x.weight_decay for x in trained)
     scales = Counter(rates.lr_scale for rates in trained)
@@ -81,5 +75,4 @@ def _sentences(
     parts += [f"{n} at {scale:g} x lr" for scale, n in sorted(scales.items()) if scale != 1.0]
     if frozen := len(found) - len(trained):
         parts.append(f"{frozen} frozen")
-    if parts:
-        yield "parameter groups", "; ".join(parts)
+    return "; ".join(parts)
