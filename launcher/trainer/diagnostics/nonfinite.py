@@ -33,7 +33,7 @@ class ModuleFinding:
     kind: Kind  # nan where the tensor holds both
     position: int  # in this pass: calls of modules that had ended before it, or gradients
     inputs_finite: bool = False
-    input_range: tuple[float, float] | None = None  # smallest and largest finite input; None without any
+    largest_input: float = 0.0  # the largest magnitude among its finite inputs
 
 
 def diagnose(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
@@ -45,18 +45,18 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | Non
     """
     found: list[ModuleFinding] = []
     ended = itertools.count()
-    # Of the inputs of each call that has not ended, whether they are finite, and their range.
-    calls: list[tuple[bool, tuple[float, float] | None]] = []
+    # Of the inputs of each call that has not ended, whether they are finite, and the largest magnitude.
+    calls: list[tuple[bool, float]] = []
 
     def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         tensors = list(_floats((args, kwargs)))  # read first: a module may overwrite them
-        calls.append((all(map(_finite, tensors)), _range(tensors)))
+        calls.append((all(map(_finite, tensors)), max(map(_largest, tensors), default=0.0)))
 
     def leave(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        number, (finite, span) = next(ended), calls.pop()
+        number, (finite, largest) = next(ended), calls.pop()
         bad = next((tensor for tensor in _floats(output) if not _finite(tensor)), None)
         if bad is not None:
-            found.append(ModuleFinding(name, type(module).__name__, _kind(bad), number, finite, span))
+            found.append(ModuleFinding(name, type(module).__name__, _kind(bad), number, finite, largest))
 
     with torch.no_grad(), unchanged(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
@@ -154,9 +154,5 @@ def _finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def _range(tensors: list[Tensor]) -> tuple[float, float] | None:
-    finite = [tensor[tensor.isfinite()] for tensor in tensors]
-    ends = [part.aminmax() for part in finite if part.numel()]
-    if not ends:
-        return None
-    return min(float(low) for low, _ in ends), max(float(high) for _, high in ends)
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())

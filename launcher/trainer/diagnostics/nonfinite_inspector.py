@@ -175,10 +175,7 @@ def module_text(finding: ModuleFinding) -> str:
     text = f"first module whose output was not finite: {name} ({finding.type}), {finding.kind}"
     if not finding.inputs_finite:
         return f"{text}, which was given values that are not finite"
-    if finding.input_range is None:
-        return text
-    low, high = finding.input_range
-    return f"{text}, from inputs between {low:.4g} and {high:.4g}"
+    return f"{text}, from inputs of at most {finding.largest_input:.4g}"
 
 
 def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:

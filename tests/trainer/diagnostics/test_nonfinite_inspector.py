@@ -18,7 +18,7 @@ from launcher.trainer.diagnostics.nonfinite_inspector import (
     samples_text,
 )
 
-MODULE = ModuleFinding("fc", "Linear", "inf", 7, True, (-2.0, 3.0))
+MODULE = ModuleFinding("fc", "Linear", "inf", 7, True, 3.0)
 BATCH = {"image": torch.zeros(3, 2), "label": torch.zeros(3, dtype=torch.int64)}
 
 
@@ -56,7 +56,7 @@ def test_values_of_the_batch_beyond_fp16_are_to_be_normalised(arithmetic: torch.
 def test_a_module_is_told_with_its_inputs_and_may_compute_in_fp32() -> None:
     evidence = evidence_of(MODULE, False, 0, BATCH, [40, 41, 42])
     assert evidence.samples == "micro-batch of 3 training samples 40, 41, 42"
-    assert evidence.text.endswith("fc (Linear), inf, from inputs between -2 and 3")
+    assert evidence.text.endswith("fc (Linear), inf, from inputs of at most 3")
     assert (evidence.order, evidence.module) == (7, "fc")
 
 
