@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.config.messages import show, summary, unknown_key
 from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed, group_problems
-from launcher.config.rules import value_problem
+from launcher.config.rules import OUTLIER_WINDOW, value_problem
 from launcher.config.schema import (
     DEFAULT_EPOCHS,
     Config,
@@ -94,6 +94,11 @@ def relation_problems(config: Config) -> Iterator[str]:
                 f"precision.{key}={show(value)}: excludes {compiles}, because a compiled graph would not run "
                 "the hooks that change the arithmetic."
             )
+    if precision.outlier_window != OUTLIER_WINDOW and precision.skip_outliers is None:
+        yield (
+            f"precision.outlier_window={precision.outlier_window}: is the window of precision.skip_outliers, "
+            "which is null: nothing is skipped. Give the number of deviations: precision.skip_outliers=6."
+        )
     if model.sync_bn and data.micro_batch_size == "auto":
         yield (
             f"{sync_bn}: excludes data.micro_batch_size=auto, because a rank that runs out of memory in a "

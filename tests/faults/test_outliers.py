@@ -48,6 +48,6 @@ def test_outliers_are_skipped_by_all_ranks_named_and_counted_and_a_resume_ends_a
 
 @pytest.mark.slow
 def test_without_the_key_no_finite_step_is_skipped(tmp_path: Path) -> None:
-    ended = trained(tmp_path / "run", "precision.skip_outliers=null")
+    ended = trained(tmp_path / "run", "precision.skip_outliers=null", "precision.outlier_window=128")
     assert ended.result["skipped_steps"] == 0
     assert "outlier_steps" not in ended.result
