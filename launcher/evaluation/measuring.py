@@ -129,14 +129,17 @@ class MetricEvaluator:
             with self._held():
                 take(deserialize(what, unpack_result(sent), self._env.device))
 
-    def _started(self, metric: object, label: str) -> object:
+    def _started(self, metric: Any, label: str) -> object:
         """The metric without samples."""
         if is_torchmetrics(metric):
             return adapted(metric, label, self._env.device)
         if isinstance(metric, LossMetric):
             return metric
         with self._calling(metric, "reset"):
-            return fresh(metric)
+            if not callable(getattr(metric, "reset", None)):
+                return copy.deepcopy(metric)  # as the recipe made it
+            metric.reset()
+            return metric
 
     def _read_by_fed(self, batch: Batch) -> Batch:
         """The columns that the metrics without merge read: all, if one of them has no attribute `columns`."""
@@ -204,14 +207,6 @@ def _may_depend_on_samples(error: LauncherError) -> bool:
     """Whether more samples may help, such as those of a class that is not among the first ones."""
     cause = error.__cause__
     return cause is not None and not isinstance(cause, MISTAKES)
-
-
-def fresh(metric: Any) -> object:
-    """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it."""
-    if callable(getattr(metric, "reset", None)):
-        metric.reset()
-        return metric
-    return copy.deepcopy(metric)
 
 
 def readable(outputs: object, metrics: Sequence[str]) -> object:

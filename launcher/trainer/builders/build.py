@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.config.optimizers import OPTIMIZERS, OptimConfig
 from launcher.config.rules import BLOCKS, SCHEDULES
-from launcher.config.schema import Config, PrecisionConfig
+from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import (
@@ -81,11 +81,6 @@ def build_scaling(config: Config) -> Scaling:
     )
 
 
-def build_outliers(precision: PrecisionConfig) -> SkipOutliers | None:
-    deviations = precision.skip_outliers
-    return None if deviations is None else SkipOutliers(deviations, precision.outlier_window)
-
-
 def bucket_bytes(bucket_mb: float | str) -> int:
     """Any size above 0 is allowed: the smallest bucket holds one parameter."""
     return min(max(1, int(float(bucket_mb) * 2**20)), 2**53)
@@ -140,8 +135,8 @@ def build_stepper(
     config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, rates: list[float]
 ) -> Stepper:
     """The Stepper of the config; `rates` are those of `lr_table`. A collective."""
-    optim = config.optim
-    emulate = config.precision.emulate
+    optim, emulate = config.optim, config.precision.emulate
+    deviations, window = config.precision.skip_outliers, config.precision.outlier_window
     groups, _ = parameter_groups.parameter_groups(optim, recipe.groups, model)
     stepper = Stepper(
         model,
@@ -155,7 +150,7 @@ def build_stepper(
         micro_batches=plan.own_micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         groups=groups,
-        skip_outliers=build_outliers(config.precision),
+        skip_outliers=None if deviations is None else SkipOutliers(deviations, window),
     )
     try:
         stepper.compute_in_fp32(config.precision.fp32_modules)
