@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import os
 from socket import gethostname
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from launcher.config.schema import Config
 from launcher.data.loader import loader_processes
@@ -29,9 +29,6 @@ from launcher.trainer import device
 from launcher.trainer.build_trainer import build_trainer
 from launcher.trainer.errors.rank_failure import explain_and_report, note_failure
 from launcher.trainer.warning_log import warnings_logged
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 log = logging.getLogger("launcher")
 

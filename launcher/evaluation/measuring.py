@@ -24,7 +24,7 @@ from launcher.distributed.alone import HiddenProcessGroup
 from launcher.distributed.collectives import broadcast_bytes, error_message, pack_result, unpack_result
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, described, escaped
-from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
+from launcher.evaluation.torchmetrics_objects import Rank0Metric, is_torchmetrics
 from launcher.evaluation.transport import deserialize, serialize
 from launcher.metrics import Classification, LossMetric
 from launcher.metrics.confusion import Confusion
@@ -132,7 +132,7 @@ class MetricEvaluator:
     def _started(self, metric: Any, label: str) -> object:
         """The metric without samples."""
         if is_torchmetrics(metric):
-            return adapted(metric, label, self._env.device)
+            return Rank0Metric(metric, label, self._env.device)
         if isinstance(metric, LossMetric):
             return metric
         with self._calling(metric, "reset"):

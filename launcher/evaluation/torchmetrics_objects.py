@@ -22,18 +22,15 @@ def is_torchmetrics(metric: object) -> bool:
     return module is not None and isinstance(metric, (module.Metric, module.MetricCollection))
 
 
-def adapted(metric: Any, label: str, device: torch.device) -> Rank0Metric:
-    """The object, reset and on the device, as a metric that reads the column `label` as its target."""
-    metric.reset()
-    metric.to(device)
-    return Rank0Metric(metric, label)
-
-
 class Rank0Metric:
-    """Updated on rank 0 alone, with the outputs and labels of all ranks. Exact for any object."""
+    """The object, reset and on the device, as a metric that reads the column `label` as its target.
 
-    def __init__(self, metric: Any, label: str) -> None:
-        self.adapts = metric
+    Updated on rank 0 alone, with the outputs and labels of all ranks. Exact for any object.
+    """
+
+    def __init__(self, metric: Any, label: str, device: torch.device) -> None:
+        metric.reset()
+        self.adapts = metric.to(device)
         self.label = label
         self.columns = (label,)
 

@@ -39,11 +39,6 @@ def compiled(how: str | bool, model: nn.Module, stepper: Stepper) -> nn.Module:
     return model
 
 
-def kinds_of_blocks(model: nn.Module) -> str:
-    """How many blocks of which classes are compiled, in words. Raises ConfigError as `repeated_blocks`."""
-    return counted_kinds(repeated_blocks(model))
-
-
 def counted_kinds(blocks: Sequence[nn.Module]) -> str:
     """`4 x Block, 2 x Stage` of modules."""
     counts = Counter(type(block).__name__ for block in blocks)

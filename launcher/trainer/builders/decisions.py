@@ -70,9 +70,10 @@ def decisions(
         blocks = compilation.counted_kinds(checkpointed_blocks(stepper.model))
         yield "activation checkpointing", f"recomputed in the backward pass: {blocks}"
     if config.train.compile == BLOCKS:
+        blocks = compilation.counted_kinds(compilation.repeated_blocks(stepper.model))
         shared = "blocks of one class and shape share a graph"
         rest = "The rest of the model and all evaluations run uncompiled"
-        yield "compile", f"by block: {compilation.kinds_of_blocks(stepper.model)}; {shared}. {rest}"
+        yield "compile", f"by block: {blocks}; {shared}. {rest}"
     if config.train.compile is True and config.ddp.overlap and env.world_size > 1:
         text = (
             "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, Policy, Stepper
 from launcher.errors import ConfigError
-from launcher.trainer.builders.compilation import compiled, kinds_of_blocks, repeated_blocks
+from launcher.trainer.builders.compilation import compiled, counted_kinds, repeated_blocks
 from launcher.trainer.device import uncompiled
 from launcher.trainer.diagnostics.nonfinite import diagnose
 from tests.models import mlp
@@ -76,8 +76,8 @@ def shared() -> nn.Module:
 )
 def test_blocks_are_the_outermost_that_repeat(build, text) -> None:
     model = build()
-    assert kinds_of_blocks(model) == text
     blocks = repeated_blocks(model)
+    assert counted_kinds(blocks) == text
     within = [id(module) for block in blocks for module in block.modules()]
     assert len(within) == len(set(within)), "no block is within another one"
 
