@@ -136,21 +136,16 @@ class ModelBuilder:
         return self.build()
 
 
-@dataclass(frozen=True)
-class Used:
-    """The model and data that a recipe really uses, which the config's `model` and `data` may not name.
+def model_name(recipe: Recipe, network: nn.Module) -> str:
+    """The name of its model in the registry, which the config may not name; of a recipe's own its class."""
+    builder = inspect.unwrap(recipe.build_model)
+    return builder.name if isinstance(builder, ModelBuilder) else type(network).__name__
 
-    Names in the registries; for a recipe's own, the class of the model and the name of the recipe.
-    """
 
-    model: str
-    data: str
-
-    @classmethod
-    def of(cls, config: Config, recipe: Recipe, network: nn.Module) -> Used:
-        builder = inspect.unwrap(recipe.build_model)
-        model = builder.name if isinstance(builder, ModelBuilder) else type(network).__name__
-        return cls(model, getattr(recipe.train, "name", None) or config.recipe.uses)
+def data_name(config: Config, recipe: Recipe) -> str:
+    """The name of its training data, which the config may not name; of a recipe's own that of the recipe."""
+    name: str = getattr(recipe.train, "name", None) or config.recipe.uses
+    return name
 
 
 def class_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

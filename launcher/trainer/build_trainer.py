@@ -22,7 +22,6 @@ from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import RankInfo
 from launcher.engine.step_timer import PARTS
 from launcher.os.signals import StopSignal
-from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.run_dir.records import logs_of_failure
 from launcher.telemetry import Telemetry
@@ -139,7 +138,6 @@ def _build_context(
         recipe=recipe,
         data=data,
         data_fingerprint=data_fingerprint,
-        names=Used.of(config, recipe, model),
         plan=plan,
         length=length,
         model=model,

@@ -20,7 +20,7 @@ from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import ExponentialMovingAverage, Stepper
 from launcher.errors import DataError
 from launcher.os.signals import StopSignal
-from launcher.recipe.contract import Recipe, Used
+from launcher.recipe.contract import Recipe
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
 from launcher.telemetry.gpu import GpuSampler
@@ -42,7 +42,6 @@ class TrainContext:
     recipe: Recipe
     data: DataSets
     data_fingerprint: Mapping[str, str]
-    names: Used
     plan: BatchPlan  # with the micro-batch that the run uses, once that is known
     length: TrainLength
     model: nn.Module

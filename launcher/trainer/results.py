@@ -20,7 +20,7 @@ from torch import nn
 from launcher.errors import StorageError, counted, described
 from launcher.evaluation.prediction import FACTS, facts_of
 from launcher.metrics.confusion import Confusion
-from launcher.recipe.contract import Recipe, normalisation_of
+from launcher.recipe.contract import Recipe, data_name, model_name, normalisation_of
 from launcher.report import page
 from launcher.report.run import Run
 from launcher.run_dir import records, status
@@ -114,8 +114,8 @@ def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint)
             total_steps=context.length.total_steps,
             world_size=context.env.world_size,
             parameters=sum(p.numel() for p in context.model.parameters()),
-            model=context.names.model,
-            data=context.names.data,
+            model=model_name(context.recipe, context.model),
+            data=data_name(context.config, context.recipe),
             monitor=context.recipe.monitor,
         )
     )
@@ -134,8 +134,8 @@ def result_of(context: TrainContext, steps: int, seconds: float) -> Result:
         state="done",
         exit=0,
         recipe=context.config.recipe.name,
-        model=context.names.model,
-        data=context.names.data,
+        model=model_name(context.recipe, context.model),
+        data=data_name(context.config, context.recipe),
         precision=context.config.precision.name,
         world_size=context.env.world_size,
         applied_steps=counters["applied_steps"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launcher.recipe import load_recipe
-from launcher.recipe.contract import Used
+from launcher.recipe.contract import data_name, model_name
 from tests.configs import composed
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import stop_after
@@ -38,6 +38,6 @@ def test_the_result_names_what_the_recipe_used_and_what_it_measured(ended) -> No
 def test_what_a_recipe_has_looked_up_keeps_its_name() -> None:
     config = composed("precision=fp32")
     recipe = load_recipe(config)
-    used = Used.of(config, recipe, recipe.build_model())
-    assert used == Used("resnet18", "digits")
+    model, data = model_name(recipe, recipe.build_model()), data_name(config, recipe)
+    assert (model, data) == ("resnet18", "digits")
     assert recipe.train.to(torch.device("cpu")).name == "digits"

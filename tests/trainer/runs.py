@@ -31,7 +31,7 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         precision=replace(config.precision, loss_scale=limits),
         train=replace(config.train, log_every_steps=log_every_steps),
     )
-    model, absent = nn.Linear(2, 2), cast(Any, None)
+    model = nn.Linear(2, 2)
     context = TrainContext(
         config,
         env=WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None),
@@ -41,7 +41,6 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         recipe=cast(Any, SimpleNamespace(monitor=None, schedule=None)),
         data=cast(Any, SimpleNamespace(validation={})),
         data_fingerprint={},
-        names=absent,
         plan=PLAN,
         length=TrainLength(100, 100, 1),
         model=model,

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import ChainDataset, IterableDataset
 
 from launcher.data import load_images
@@ -71,27 +70,6 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
         switches.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     set_backend_flags(composed(), CPU)
     assert decide_compile_threads() == processes
-
-
-@pytest.mark.parametrize(
-    ("words", "world_size", "said"),
-    [
-        (("train.compile=true",), 2, True),
-        (("train.compile=true",), 1, False),
-        (("train.compile=true", "ddp.overlap=false"), 2, False),
-        (("train.compile=blocks",), 2, False),
-        ((), 2, False),
-    ],
-)
-def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size, said) -> None:
-    env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
-    plan = BatchPlan(64, 8, None, world_size, 0, 0, False)
-    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
-    model = nn.Sequential(mlp(), mlp()) if "train.compile=blocks" in words else mlp()
-    stepper = Stepper(model, SGD(0.1), reference_count=8)
-    lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, recipe, stepper, plan))
-    after = "gradients are reduced after the backward pass, and are all in"
-    assert lines.get("compile", "").startswith(after) == said
 
 
 def test_a_batch_larger_than_the_data_and_slow_arithmetic_are_said() -> None:

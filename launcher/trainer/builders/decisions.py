@@ -74,12 +74,6 @@ def decisions(
         shared = "blocks of one class and shape share a graph"
         rest = "The rest of the model and all evaluations run uncompiled"
         yield "compile", f"by block: {blocks}; {shared}. {rest}"
-    if config.train.compile is True and config.ddp.overlap and env.world_size > 1:
-        text = (
-            "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "
-            "whole model returns them at its end (train.compile=false or blocks reduces them during the pass)"
-        )
-        yield "compile", text
 
 
 def _data(config: Config, recipe: Recipe) -> str:
