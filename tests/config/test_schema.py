@@ -96,7 +96,7 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         ),
         ({"data__augment": None}, "data.augment", "must be a section"),
         ({"optim__lr": float("nan")}, "optim.lr", ""),
-        ({"precision__outlier_window": 64}, "precision.outlier_window", "is the window of precision.skip_out"),
+        ({"precision__outlier_window": 64}, "precision.outlier_window", "is the window of"),
         ({"train__compile": "block"}, "train.compile", ""),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn", "excludes train.compile=true"),
         (
