@@ -230,12 +230,13 @@ ALONE = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 7], ids=["rank 0 waits for it", "rank 0 is busy"])
-def test_under_torchrun_the_error_of_one_rank_is_said_once(tmp_path: Path, seconds: int) -> None:
-    """By rank 0, or by the rank itself where rank 0 does not hear of it within some seconds."""
+def test_under_torchrun_the_error_of_one_rank_is_said(tmp_path: Path, seconds: int) -> None:
+    """By rank 0; where it does not hear of it within some seconds by the rank itself, and by rank 0 later."""
     file, _ = written(tmp_path, "RECIPE", ALONE.replace("SECONDS", str(seconds)))
     done = launch(tmp_path, ["recipe=resnet18", f"recipes.path={file}", *WORDS, "tracker=none"])
-    assert done.stderr.count("ValueError: no data here\n") == 1, done.stderr
-    assert done.stderr.count("error: ") == 1, done.stderr
+    most = 2 if seconds else 1
+    assert 1 <= done.stderr.count("ValueError: no data here\n") <= most, done.stderr
+    assert 1 <= done.stderr.count("error: ") <= most, done.stderr
     result = read_json(only_run(tmp_path) / "result.json")
     assert result["error"].startswith("rank 1 failed: the function under @recipe")
 
