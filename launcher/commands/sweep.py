@@ -205,10 +205,12 @@ def run_in_place(
             with suppress(OSError):
                 record.write(directory)
     say(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", sys.stdout)
-    if group_broken and started < len(placed):
-        say("sweep: a rank failed alone, and the others have lost it: no further job runs here", sys.stderr)
-    if stopped or (group_broken and started < len(placed)):
+    if stopped:
         say_stopped(directory_override("hydra.sweep.dir", directory))
+    elif group_broken and started < len(placed):
+        lost = "a rank failed alone, and the others have lost it: these processes run no further job"
+        again = f"{program()} -m {directory_override('sweep.resume', directory)}"
+        write(f"sweep: {lost}. To run the rest, each job on processes of its own: {again}\n", sys.stderr)
     compare_jobs(directory)
     return next((code for code in exit_codes if code not in findings), 0)
 
