@@ -46,7 +46,7 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINER_LAYERS = (
-    {"progress", "warning_log", "device"},
+    {"progress", "warning_log", "device", "train_accuracy"},
     {"step_times", "replica_consistency", "errors"},
     {"callback"},
     {"pruning", "step_reader"},

@@ -18,7 +18,7 @@ from launcher.telemetry.events import EvalEvent
 
 Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32
 # Other fields of a record.
-RESERVED = ("event", "loss", "train_loss", *(each.name for each in fields(EvalEvent)))
+RESERVED = ("event", "loss", "train_loss", "train_accuracy", *(each.name for each in fields(EvalEvent)))
 
 
 @runtime_checkable

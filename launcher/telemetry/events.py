@@ -71,7 +71,7 @@ class EvalEvent(Event):
     epoch: int
     set: str | None = None  # the name of the set, where there are several
     val_loss: float | None
-    metrics: Mapping[str, float | None] = field(metadata=FLAT)  # also train_loss
+    metrics: Mapping[str, float | None] = field(metadata=FLAT)  # also train_loss, train_accuracy
     samples: float  # or tokens, that were measured
     seconds: float
     higher_is_better: Mapping[str, bool]  # by metric; absent: not declared

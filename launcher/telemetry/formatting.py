@@ -14,7 +14,7 @@ from launcher.telemetry.events import EvalEvent, StepEvent
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
 UNITS = ("B", "kB", "MB", "GB")
-OF_TRAINING = ("train_loss",)
+OF_TRAINING = ("train_loss", "train_accuracy")
 LARGE, COUNTED = 1e6, 1e9  # floats from here on have an exponent; integral ones
 NARROWEST = 6  # columns of a number in a table
 

@@ -38,6 +38,7 @@ from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
 from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.progress import TrainLength
 from launcher.trainer.resume import resume
+from launcher.trainer.train_accuracy import TrainAccuracy
 from launcher.trainer.train_step import TrainStep
 from launcher.trainer.trainer import Trainer
 
@@ -142,6 +143,7 @@ def _build_context(
         length=length,
         model=model,
         stepper=stepper,
+        train_accuracy=TrainAccuracy(env, None if labels is None else recipe.label_column),
         ema=build.weight_average(config, stepper),
         gpus=gpus,
     )

@@ -28,6 +28,7 @@ from launcher.trainer.callback import CallbackList
 from launcher.trainer.progress import StepFlag, TrainLength
 from launcher.trainer.pruning import SweepStopListener
 from launcher.trainer.step_reader import StepReader
+from launcher.trainer.train_accuracy import TrainAccuracy
 
 
 @dataclass
@@ -46,6 +47,7 @@ class TrainContext:
     length: TrainLength
     model: nn.Module
     stepper: Stepper
+    train_accuracy: TrainAccuracy
     ema: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
     gpus: GpuSampler | None = None  # of this node, where they are measured
     batches: Batches = field(init=False)  # known once it is known where the run starts

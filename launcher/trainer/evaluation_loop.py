@@ -33,7 +33,7 @@ from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
 from launcher.trainer.progress import EvalOutcome, Position, StepFlag
 
-HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False}  # in every evaluation
+HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
 
 class EvaluationLoop:

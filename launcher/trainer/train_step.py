@@ -13,7 +13,7 @@ from launcher.engine import EngineWarning, StepResult
 from launcher.engine.step_timer import DATA
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.evaluate import unchanged
-from launcher.recipe.contract import loss_of
+from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.model_mistakes import unregistered_parameters
 from launcher.trainer.errors.recipe_errors import found_in_trial
@@ -72,10 +72,10 @@ class TrainStep:
             self.stepper.vote(StepFlag.STREAM_END)
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
-            self.forward_backward(batch)
+            self.context.train_accuracy.count(self.forward_backward(batch), batch)
         return stream_exhausted
 
-    def forward_backward(self, batch: Batch) -> None:
+    def forward_backward(self, batch: Batch) -> Loss:
         """Forward and backward pass of a micro-batch. ConfigError where the loss ends the training mode."""
         model = self.context.model
         training = model.training  # a frozen model may override train() and never be in it
@@ -91,6 +91,7 @@ class TrainStep:
             if text := unregistered_parameters(output.sum, self.network):
                 warnings.warn(text, EngineWarning, stacklevel=2)
         self.stepper.backward(output.sum, output.count)
+        return output
 
     def try_smallest_batch(self) -> None:
         """Run the smallest batch of the plan forward and backward, if it is another than the first one.

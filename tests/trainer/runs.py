@@ -45,6 +45,7 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         length=TrainLength(100, 100, 1),
         model=model,
         stepper=Stepper(model, SGD(lr=0.1)),
+        train_accuracy=cast(Any, None),
     )
     # One step late, as on a GPU.
     context.step_reader = StepReader(telemetry, context.flags, context.callbacks, PLAN)

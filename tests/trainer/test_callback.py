@@ -103,6 +103,7 @@ SHARED = {
     *(
         "TrainContext",
         "CallbackList",
+        "TrainAccuracy",
         "Checkpointer",
         "TrainLength",
     ),

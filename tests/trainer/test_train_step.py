@@ -91,6 +91,7 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
         return Loss(weight * loss_sum(network(batch["x"]), batch["label"]), weight * len(batch["x"]))
 
     model = mlp()
+    answers = SimpleNamespace(count=lambda of_batch, batch: None)
     stepper = Stepper(model, SGD(0.1), Policy.fp32())
     context: Any = SimpleNamespace(
         stepper=stepper,
@@ -98,6 +99,7 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
         recipe=SimpleNamespace(loss=loss),
         batches=batches,
         plan=plan,
+        train_accuracy=answers,
         oom_message="",
         should_stop=lambda: False,
     )
