@@ -83,6 +83,14 @@ def test_a_batch_larger_than_the_data_and_slow_arithmetic_are_said() -> None:
         assert "though this CPU has no fp16 arithmetic: products take 50 to 100 times" in lines["precision"]
 
 
+def test_a_micro_batch_above_the_share_of_a_rank_is_said() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    plan = BatchPlan(64, 32, 20, 2, 0, 0, False)
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
+    assert "data.micro_batch_size=20 is above the 16 samples of a rank: nothing is split" in lines["batch"]
+
+
 def test_the_start_says_the_micro_batches_as_they_are_cut() -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     recipe = Recipe(mlp, DATA, DATA, cross_entropy)
@@ -92,21 +100,20 @@ def test_the_start_says_the_micro_batches_as_they_are_cut() -> None:
     assert lines["batch"] == "32 samples per update over 2 ranks, up to 4 micro-batches of at most 4 each"
 
 
-def test_the_start_has_the_data_and_an_optimizer_that_is_not_fused() -> None:
+def test_the_start_has_the_data_and_the_optimizer_with_all_options() -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     columns = {"x": torch.zeros(12, 3), "label": torch.arange(12) % 2}
     data = TensorData(columns)
     recipe = Recipe(mlp, data, {"near": data, "far": data}, cross_entropy, classes=("a", "b"))
     plan = BatchPlan(12, 8, None, 1, 0, 0, False)
-    stepper = Stepper(mlp(), SGD(0.1))
-    lines = dict(decisions(composed(), env, ["CPU"], recipe, stepper, plan))
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
     assert lines["data"] == (
         "12 samples to train on, 12 samples to validate on (near), 12 samples to validate on (far); "
         "2 classes: a, b"
     )
-    assert "optimizer" not in lines
-    lines = dict(decisions(composed("optim=adam"), env, ["CPU"], recipe, stepper, plan))
-    assert lines["optimizer"] == "adam: a torch.optim.Optimizer on fp32 masters, not one pass"
+    assert lines["optimizer"] == (
+        "sgd: lr=0.1, momentum=0.9, nesterov=true, weight_decay=0.0005, clip_norm=null"
+    )
 
 
 def test_the_start_says_what_data_that_ships_is() -> None:

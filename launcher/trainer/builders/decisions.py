@@ -5,13 +5,14 @@ Owns the sentences; the modules that build the job make the decisions.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from launcher.config.optimizers import is_fused
+from launcher.config.optimizers import OptimConfig, is_fused
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
@@ -48,9 +49,7 @@ def decisions(
     steps = config.train.total_steps(plan.steps_per_epoch)
     if config.train.epochs is not None and config.train.max_steps is not None:
         yield "length", _length(config.train.epochs, config.train.max_steps, plan.steps_per_epoch)
-    if not is_fused(config.optim.name):
-        text = f"{config.optim.name}: a torch.optim.Optimizer on fp32 masters, not one pass"
-        yield "optimizer", text
+    yield "optimizer", _optimizer(config.optim)
     if config.optim.name == "muon":
         yield "muon", _of_muon(stepper.model)
     if (decay := config.ema.decay) is not None:
@@ -95,6 +94,13 @@ def _size(data: object) -> str:
     return "a stream" if length is None else counted(length, "sample")
 
 
+def _optimizer(optim: OptimConfig) -> str:
+    """Its name and all its options, so that they can be compared with those of another program."""
+    options = {"lr": optim.lr, **optim.options, "clip_norm": optim.clip_norm}
+    text = f"{optim.name}: {', '.join(f'{name}={_written(value)}' for name, value in options.items())}"
+    return text if is_fused(optim.name) else f"{text}; a torch.optim.Optimizer on fp32 masters, not one pass"
+
+
 def _of_muon(model: nn.Module) -> str:
     """Which matrices Muon and AdamW train: a head that was not registered last counts as a hidden layer."""
     matrices = [name for name, p in named_parameters(model).items() if p.ndim == 2 and p.requires_grad]
@@ -105,6 +111,11 @@ def _of_muon(model: nn.Module) -> str:
         f"of {len(matrices):,} matrices Muon trains {len(of_muon):,} ({listed(of_muon, SHOWN)}) and AdamW "
         f"{len(others):,} ({listed(others, SHOWN) or 'none'}); AdamW trains all that is no matrix"
     )
+
+
+def _written(value: object) -> str:
+    """The value as one would write it in a command."""
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _length(epochs: int, max_steps: int, steps_per_epoch: int) -> str:
@@ -132,6 +143,11 @@ def _division(plan: BatchPlan) -> str:
         parts += f", {', '.join(map(str, plan.shares))} by rank"
     if plan.micro_batches > 1:
         parts += f", up to {plan.micro_batches} micro-batches of at most {plan.largest_micro_batch} each"
+    if plan.micro_batch is not None and plan.micro_batch > plan.largest_share:
+        share = counted(plan.largest_share, "sample")
+        parts += (
+            f"; data.micro_batch_size={plan.micro_batch} is above the {share} of a rank: nothing is split"
+        )
     if plan.num_samples < plan.batch_size:
         parts += (
             f"; but the training set has {counted(plan.num_samples, 'sample')}: each update is of these, an "
