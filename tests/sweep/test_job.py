@@ -20,7 +20,7 @@ from launcher.sweep.prepare import refuse_another_sweep
 from launcher.sweep.state import JobState, SweepJob, SweepState, read_job, record_job, write_job
 from tests.configs import composed
 from tests.limits import at_most
-from tests.sweep.launchers.jobs import ENDLESS, have_saved, jobs_in
+from tests.sweep.launchers.jobs import ENDLESS, environment, have_saved, jobs_in
 
 WORDS = ("optim.lr=0.1", "data=synthetic")
 
@@ -103,7 +103,10 @@ def test_jobs_of_sweeps_with_one_name_have_different_names_in_a_queue(tmp_path) 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_by_hand_says_how_to_resume_it(tmp_path) -> None:
     (of_job,) = jobs_in(tmp_path, 1, ENDLESS, epochs=100_000)
-    with subprocess.Popen(command_of(of_job[1]), stderr=subprocess.PIPE, text=True) as process:
+    command = command_of(of_job[1])
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
+    ) as process:
         until = time.monotonic() + at_most(60)
         while not have_saved([of_job]) and time.monotonic() < until:
             time.sleep(0.05)
