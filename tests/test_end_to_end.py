@@ -223,6 +223,6 @@ def test_an_error_before_training_is_said_alone(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = launch_forked(tmp_path, ["recipe=cnn", "data.path=empty", "launch.nproc=2", "tracker=wandb"])
     assert done.returncode == 2
-    assert "has no train*.parquet" in done.stderr
+    assert "is not a folder with data_batch_1 to 5" in done.stderr
     assert "files:" not in done.stdout
     assert "wandb sync" not in done.stdout
