@@ -24,6 +24,7 @@ DEFAULT = "default"  # the build in the package index: of torch 2.11 to 2.14 tha
 # uv's name of the build for older drivers and GPUs, and the oldest of both that the default one runs on. From
 # torch's support matrix: pytorch#175253, #178665, #190355.
 OLDER_BUILD, OLDEST_DRIVER, OLDEST_GPU = "cu126", 580, (7, 5)
+NEWEST_OF_OLDER = (9, 0)  # the newest GPU for which cu126 has kernels
 # pip's option: uv's variable for it
 UV_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -75,8 +76,13 @@ def choose(driver: str | None, capabilities: Sequence[Capability]) -> tuple[str,
     """The build for GPUs of these capabilities under the driver of this version, and why."""
     if not capabilities:
         return DEFAULT, "no NVIDIA GPU found"
-    oldest = min(capabilities)
+    oldest, newest = min(capabilities), max(capabilities)
     found = f"driver {driver}, compute capability {oldest[0]}.{oldest[1]}"
+    if newest > NEWEST_OF_OLDER:
+        return (
+            DEFAULT,
+            f"{found}; {newest[0]}.{newest[1]} needs the build for CUDA 13, driver {OLDEST_DRIVER}",
+        )
     if driver is not None and int(driver.split(".")[0]) < OLDEST_DRIVER:
         return OLDER_BUILD, f"{found}; the build for CUDA 13 needs driver {OLDEST_DRIVER}"
     if oldest < OLDEST_GPU:

@@ -6,6 +6,7 @@ Owns the text of the skeleton, which runs as it is. Never overwrites a file. Imp
 from __future__ import annotations
 
 import keyword
+from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
@@ -54,6 +55,9 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     (name,) = arguments.words
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"new {name}: it becomes the name of a function: letters, digits and '_'.")
+    module = find_spec(name)  # a file of this name in the working directory would be imported in its place
+    if module is not None and module.origin is not None:
+        raise ConfigError(f"new {name}: a module of Python has this name. Choose another.")
     file = Path(f"{name}.py")
     try:
         with open(file, "x", encoding="utf-8") as opened:

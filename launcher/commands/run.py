@@ -33,6 +33,8 @@ from launcher.os.oom import to_resource_error
 from launcher.os.stdio import say, write
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
+from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.run_dir.status import mark_ended, state_since
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,6 +50,9 @@ def run_job(config: Config, overrides: Sequence[str], broadcast: ConfigBroadcast
     workers = num_workers(config.launch, broadcast.launch)
     with open_run_dir(broadcast.with_saved_run_dir(config), overrides) as claim:
         if claim.finished:
+            status = Path(claim.config.run.dir) / STATUS
+            if state_since(status, 0) != "done":  # killed after its result was written
+                mark_ended(status, "done", 0)
             say(claim.finished, sys.stdout)
         elif workers is None or broadcast.launch.is_node:
             broadcast.save_run_dir(claim.config)

@@ -17,8 +17,8 @@ from launcher.config.other_keys import PRECISIONS
 from launcher.config.search_space import count_of, interval_problem
 
 OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
-CALL = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(,[^{}$]*)?\}")
-CREDENTIAL = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+CALL = re.compile(r"\$\{[^{}]*oc\.env[^{}]*\}")
+CREDENTIAL = re.compile(r"\w*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL)\w*", re.IGNORECASE)
 KnownKeys = Callable[[], Collection[str]]  # called only when needed: a composition takes time
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about 20 seconds, and sweep.json stays below 2 MB
 SWEEP_DIRECTORY = "hydra.sweep.dir"
@@ -44,9 +44,9 @@ def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
 
 def credential_problem(value: object) -> str | None:
     """The problem of a value, which may be nested, with a credential of the environment in it."""
-    names = (name for text in texts(value) for name, _ in CALL.findall(text))
-    if name := next(filter(CREDENTIAL.search, names), None):
-        return f"{name} is named like a credential, which no config may hold. Choose another variable."
+    calls = (call for text in texts(value) for call in CALL.findall(text))
+    if found := next(filter(None, map(CREDENTIAL.search, calls)), None):
+        return f"{found[0]} is named like a credential, which no config may hold. Choose another variable."
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from launcher.config.messages import show, summary, unknown_key
-from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed, group_problems
+from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed, group_problems, is_fused
 from launcher.config.rules import OUTLIER_WINDOW, value_problem
 from launcher.config.schema import (
     DEFAULT_EPOCHS,
@@ -86,6 +86,27 @@ def relation_problems(config: Config) -> Iterator[str]:
     """One line for each rule about several keys that the config breaks. Those of the engine are its own."""
     precision, train, data, model = config.precision, config.train, config.data, config.model
     sync_bn, compiles = "model.sync_bn=true", f"train.compile={show(train.compile)}"
+    scale, optim = precision.loss_scale, config.optim
+    if not scale.min_scale <= scale.init_scale <= scale.max_scale:
+        yield (
+            f"precision.loss_scale.init_scale={scale.init_scale}: must lie between "
+            f"precision.loss_scale.min_scale={scale.min_scale} and max_scale={scale.max_scale}."
+        )
+    if not is_fused(optim.name):
+        excluded = f"excludes optim={optim.name}, which needs"
+        if config.ddp.shard_optimizer:
+            yield f"ddp.shard_optimizer=true: {excluded} whole parameters. Use optim=sgd or adamw."
+        if precision.name == "pure_fp16":
+            yield f"precision=pure_fp16: {excluded} fp32 masters. Use optim=sgd or adamw."
+    if optim.options.get("nesterov") and not optim.options.get("momentum"):
+        yield "optim.nesterov=true: needs optim.momentum above 0. Set it, or optim.nesterov=false."
+    if model.init_from_sha256 is not None and model.init_from is None:
+        yield "model.init_from_sha256: is that of a file, but model.init_from names none. Give it, too."
+    if train.activation_checkpointing and train.compile:
+        yield (
+            f"train.activation_checkpointing=true: excludes {compiles}, whose graphs decide themselves what "
+            "they recompute."
+        )
     if train.compile and model.sync_bn:
         yield f"{sync_bn}: excludes {compiles}, because its collectives cannot be compiled."
     for key in ("fp32_modules", "fp32_fallback"):

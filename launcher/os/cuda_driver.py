@@ -59,7 +59,7 @@ def refuse_missing_kernels(rank: int, device: torch.device) -> None:
             f"rank {rank}: torch {torch.__version__} has no kernels for its GPU, "
             f"{torch.cuda.get_device_name(device)} (compute capability {capability}), only for "
             f"{', '.join(torch.cuda.get_arch_list())}. Install another build of torch: for GPUs below 7.5 "
-            f"that is cu126, for CUDA 12.6 (https://pytorch.org/get-started). {HIDE}"
+            f"cu126, above 9.0 that for CUDA 13 and its driver (https://pytorch.org/get-started). {HIDE}"
         ) from error
 
 

@@ -34,8 +34,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 Found = TypeVar("Found")
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 TOP_LEVEL = (
-    'A function of your own is found if it is marked, as with @recipe("name") in the line above, and a name '
-    "at the top level of its file refers to it: give such a name to one that is made in a function."
+    'A function of your own is found if the line above it marks it, as @recipe("name") marks a recipe, and a '
+    "name at the top level of its file refers to it: give such a name to one that is made in a function."
 )
 
 

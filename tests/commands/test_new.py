@@ -64,3 +64,17 @@ def test_a_folder_that_cannot_be_written_is_named(here) -> None:
     Path("mine.py").symlink_to("missing/mine.py")
     with pytest.raises((ConfigError, StorageError), match=r"new mine: mine\.py"):
         write("mine")
+
+
+@pytest.mark.parametrize("name", ["torch", "random", "launcher", "site", "sys"])
+def test_a_name_of_a_module_would_hide_that_module(name, here) -> None:
+    with pytest.raises(ConfigError, match=f"new {name}: a module"):
+        write(name)
+    assert list(here.iterdir()) == []
+
+
+def test_a_name_of_a_folder_here_hides_no_module(here, monkeypatch) -> None:
+    Path("rings").mkdir()
+    monkeypatch.syspath_prepend(str(here))
+    write("rings")
+    assert Path("rings.py").is_file()

@@ -115,6 +115,7 @@ def test_parameter_groups_are_a_list_on_the_command_line() -> None:
         ("~optim.lr", "keys cannot be deleted"),
         ("optim._target_=os.system", "there is no such key"),
         ("tracker.project=${oc.env:MY_TOKEN}", "MY_TOKEN is named"),
+        ("tracker.project='${oc.env:\"MY_TOKEN\"}'", "MY_TOKEN is named"),
         ("seed=${oc.env:NOT_THERE}", "Environment variable 'NOT_THERE' not found"),
         ("hydra.searchpath=[file:///own]", "--config-dir DIR"),
         ("hydra/launcher=basic", "not used here"),

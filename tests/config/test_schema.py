@@ -110,6 +110,18 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "excludes train.compile=blocks, because",
         ),
         ({"optim__momentum": 1}, "optim.momentum", ""),
+        ({"optim__momentum": 0}, "optim.nesterov", "needs optim.momentum above 0"),
+        ({"model__init_from_sha256": "0" * 64}, "model.init_from_sha256", "is that of a"),
+        (
+            {"precision__loss_scale__min_scale": 131072},
+            "precision.loss_scale.init_scale",
+            "must lie between precision.loss_scale.min_scale=131072",
+        ),
+        (
+            {"train__activation_checkpointing": True, "train__compile": True},
+            "train.activation_checkpointing",
+            "excludes train.compile=true",
+        ),
         ({"optim__groups": ["*.bias"]}, "optim.groups[0]", "must be a mapping"),
         (
             {"optim__groups": [{"match": "a"}, {"match": "b", "lrscale": 2}]},

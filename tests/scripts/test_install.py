@@ -108,6 +108,7 @@ def test_an_environment_that_is_a_link_to_that_of_another_clone_is_not_emptied(c
         ("580.65.06, 7.0\n580.65.06, 9.0", "cu126"),
         ("525.60.13, 8.9", "cu126"),
         ("580.65.06, 9.0", "default"),
+        ("570.86.10, 12.0", "default"),  # RTX 50: cu126 has no kernels for it
         ("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "default"),
     ],
 )
