@@ -10,6 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -24,9 +25,9 @@ from yaml import YAMLError
 
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import quoted
-from launcher.config.overrides import credential_problem, texts
+from launcher.config.overrides import CALL, credential_problem, texts
 from launcher.config.rules import text
-from launcher.config.schema import paths_of, replaced, value_at
+from launcher.config.schema import leaves, paths_of, replaced, rules, value_at
 from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
@@ -143,9 +144,23 @@ def resolved(config: DictConfig) -> Tree:
     if not any("${" in each for each in texts(unresolved)):
         return unresolved
     try:
-        return cast(Tree, OmegaConf.to_container(config, resolve=True))
+        tree = cast(Tree, OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}.") from error
+    calls = {path for path, value in leaves(unresolved) if isinstance(value, str) and CALL.fullmatch(value)}
+    return replaced(tree, {path: typed(path, value_at(tree, path)) for path in calls})
+
+
+def typed(path: str, value: object) -> object:
+    """A variable's text as the type of its key: 3 is a number for seed, and a text for tracker.group."""
+    rule = rules().get(path)
+    if not isinstance(value, str) or (rule is not None and rule.holds(value)):
+        return value
+    found: object = {"null": None, "true": True, "false": False}.get(value.lower(), value)
+    for kind in (float, int):
+        with suppress(ValueError):
+            found = kind(value)
+    return found
 
 
 def interpolated(key: str, value: object, tree: Mapping[str, object]) -> str:
