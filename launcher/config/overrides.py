@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override, ValueType
 
 from launcher.config.messages import nearest, shortened, show, suggestion
-from launcher.config.other_keys import PRECISIONS
+from launcher.config.other_keys import PRECISIONS, REMOVED_KEYS, RENAMED_KEYS
 from launcher.config.search_space import count_of, interval_problem
 
 OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
@@ -66,7 +66,7 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
     if multirun and key == "run.dir":
         return "each job of a sweep has its own directory. Set hydra.sweep.dir instead."
     if key == SWEEP_DIRECTORY or key.partition(".")[0] == "sweep":
-        if not multirun:
+        if not multirun and key not in REMOVED_KEYS | RENAMED_KEYS:  # these are gone with -m too
             for_a_run = ", or set run.dir for a single run" if key == SWEEP_DIRECTORY else ""
             return f"only a sweep has this setting. Add -m{for_a_run}."
         if varies:

@@ -6,7 +6,9 @@ import pytest
 
 from launcher.config import other_keys
 from launcher.config.messages import unknown_key
+from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import rules
+from launcher.errors import ConfigError
 
 
 @pytest.mark.parametrize("path", ["old.key", "old.section.key"])
@@ -23,6 +25,16 @@ def test_a_removed_key_says_what_to_do_instead(monkeypatch, path):
 def test_a_renamed_key_or_section_says_what_it_is_called_now(monkeypatch, path, said):
     monkeypatch.setattr(other_keys, "RENAMED_KEYS", {"old.key": "new.key", "old.last": "new.other"})
     assert unknown_key(f"{path}=1", path, ["old.keys"]) == f"{path}=1: this key is gone. {said}"
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+def test_a_setting_of_sweeps_that_is_gone_is_not_asked_for_a_sweep(multirun):
+    for setting, said in (("sweep.stop.hours=3", "timeout 8h"), ("sweep.patience=1", "sweep.grace_period")):
+        with pytest.raises(ConfigError, match=rf"{setting}: this key is gone\. .*{said}"):
+            compose_jobs(Request(("recipe=resnet18", setting), multirun=multirun))
+    if not multirun:
+        with pytest.raises(ConfigError, match=r"sweep\.retries=1: only a sweep has this setting\. Add -m"):
+            compose_jobs(Request(("recipe=resnet18", "sweep.retries=1")))
 
 
 def test_a_renamed_key_has_the_name_of_one_that_there_is():
