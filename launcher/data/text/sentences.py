@@ -6,6 +6,7 @@ The tokens are made once per machine and mapped. Which model reads them is the r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
@@ -33,9 +34,10 @@ from launcher.data.tables import (
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import Batch
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
-from launcher.errors import ConfigError, DataError, DataWarning
+from launcher.errors import ConfigError, DataError, DataWarning, listed
 
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
+LANGUAGES_SHOWN = 12  # in an error
 text = string("a text", lambda value: True)
 Texts = Annotated[str, text] | Annotated[Sequence[str], list_of(text, "a list of texts")]
 SAME_LABELS = Rule("a mapping of labels to labels", lambda value: isinstance(value, Mapping))
@@ -163,9 +165,16 @@ def sentence_files(
     files = {Path(name).stem: validation_file(train.parent, name) for name in names}
     if "train" in files or len(files) < len(names):
         raise ConfigError(f"data.validation={validation}: names without suffix must differ, also from train.")
-    if train in files.values():
-        raise ConfigError(f"data.validation={validation}: {train} is trained on.")
-    return {"train": train, **files}
+    if missing := [file for file in files.values() if not file.is_file()]:
+        raise ConfigError(f"data.validation={validation}: there is no file {missing[0]}.")
+    files = {"train": train, **files}
+    for (one, file), (other, again) in itertools.combinations(files.items(), 2):
+        if file.samefile(again):
+            raise ConfigError(
+                f"data.validation={validation}: {one} and {other} are the same file, {file}. Name each file "
+                "that there is once, and not the one that is trained on."
+            )
+    return files
 
 
 def _tokenised(
@@ -224,11 +233,14 @@ def _labels(table: DataTable, options: SentenceOptions) -> list[str]:
 def _labelled(table: DataTable, options: SentenceOptions, left_out: Counter[str]) -> DataTable:
     """The rows of the language with a label; those that are `left_out` are counted.
 
-    Raises DataError where none is left, and for an empty cell: it is no class.
+    Raises DataError where none is left or none is of the language, and for an empty cell: it is no class.
     """
     languages, labels = table.columns.get("language"), table.columns["label"]
     rows = [row for row in range(len(table)) if not languages or languages[row] == options.language]
     left_out[f"are not of data.language={options.language}"] += len(table) - len(rows)
+    if languages and not rows:
+        there = listed(sorted(set(map(str, languages))), LANGUAGES_SHOWN)
+        raise DataError(f"{table.file}: no row has data.language={options.language}. It has: {there}.")
     none = () if options.unlabelled is None else _texts(options.unlabelled)
     kept = [row for row in rows if labels[row] is None or str(labels[row]) not in none]
     if not kept:

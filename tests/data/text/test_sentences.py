@@ -145,6 +145,19 @@ def test_several_validation_sets_by_name(tmp_path):
     }
     with pytest.raises(ConfigError, match="must differ, also from train"):
         sentence_files(str(tmp_path), ["train.tsv"])
+    with pytest.raises(ConfigError, match=r"data\.validation=nosuch\.tsv: there is no file .*/nosuch\.tsv"):
+        sentence_files(str(tmp_path), "nosuch.tsv")
+
+
+def test_no_file_is_evaluated_twice_or_trained_on_too(tmp_path):
+    for name in ("train.tsv", "dev_matched.tsv"):
+        written(tmp_path, name)
+    message = r"data\.validation=.*: dev_matched and dev_mismatched are the same file, .*dev_matched\.tsv"
+    with pytest.raises(ConfigError, match=message):
+        load_sentences(config_of(tmp_path, data="mnli"))
+    (tmp_path / "other.tsv").symlink_to("train.tsv")
+    with pytest.raises(ConfigError, match=r"train and other are the same file, .*train\.tsv"):
+        sentence_files(str(tmp_path), "other.tsv")
 
 
 THREE = ("entailment", "neutral", "contradiction")
@@ -178,7 +191,7 @@ def test_xnli_as_published(tmp_path):
     with pytest.warns(DataWarning, match="15 rows are not of data.language=en"):
         found = load_sentences(config_of(folder, data="xnli"))
     assert (len(found.train), len(found.validation["validation"])) == (6, 3)
-    with pytest.raises(DataError, match=r"no row of data\.language=sw has another label"):
+    with pytest.raises(DataError, match=r"no row has data\.language=sw\. It has: ar, de, en\."):
         load_sentences(config_of(folder / "multinli.train.en.tsv", data="xnli", **asked | {"language": "sw"}))
 
 
