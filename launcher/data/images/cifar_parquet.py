@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -35,16 +36,18 @@ def load_parquet(
         "decoded by": as_rgb.__name__,
         "val_fraction": val_fraction,
     }
-    where = str(folder or HUB_NAME)
-    stored = cached(cache_folder(cache) if files else None, key, lambda: _decoded(where, val_fraction))
+    stored = cached(cache_folder(cache) if files else None, key, lambda: _decoded(folder, val_fraction))
     train, test = (TensorData(stored.part(split), name) for split in ("train", "test"))
     return train, test, tuple(json.loads(stored.texts["classes"]))
 
 
-def _decoded(path: str, val_fraction: float) -> Stored:
+def _decoded(folder: Path | None, val_fraction: float) -> Stored:
     """The images and labels of both splits, and the names of the classes."""
-    index = list_rows(path, None, None, val_fraction)
-    images = [read_image(*index.source(number), as_rgb) for number in range(len(index))]
+    path = str(folder or HUB_NAME)
+    # Of files that are here the library would keep a copy in HF_HOME, which need not be writable.
+    with TemporaryDirectory() as scratch:
+        index = list_rows(path, None, None, val_fraction, None if folder is None else scratch)
+        images = [read_image(*index.source(number), as_rgb) for number in range(len(index))]
     sizes = sorted({f"{image.shape[2]} x {image.shape[1]}" for image in images})
     if len(sizes) > 1:
         raise DataError(

@@ -27,14 +27,19 @@ SHOWN = 10
 
 
 def list_rows(
-    path: str, image_column: str | None, label_column: str | None, val_fraction: float
+    path: str,
+    image_column: str | None,
+    label_column: str | None,
+    val_fraction: float,
+    cache_dir: str | None = None,
 ) -> ImageIndex:
     """The images and labels of a folder, a file, or a name of the hub. ConfigError or DataError.
 
-    Columns without a name are found by their types and by the usual names.
+    Columns without a name are found by their types and by the usual names. cache_dir: where the library keeps
+    what it has read, instead of HF_HOME; the images are read from there.
     """
     library, where = datasets_library(), f"data.path={path}"
-    splits = _splits(load(library, path, where), where)
+    splits = _splits(load(library, path, where, cache_dir), where)
     place = Path(path)
     folder = place.parent if place.is_file() else place  # of the paths of images in a column
     splits = [each.with_format(None) for each in splits]  # a saved set may give tensors
@@ -69,16 +74,16 @@ def list_rows(
     )
 
 
-def load(library: ModuleType, path: str, where: str) -> Any:
+def load(library: ModuleType, path: str, where: str, cache_dir: str | None = None) -> Any:
     """What the library reads: a set, or a mapping of splits."""
     place = Path(path)
     try:
         if any((place / name).is_file() for name in SAVED):
             return library.load_from_disk(path)
         if place.is_file() and place.suffix in READERS:
-            return library.load_dataset(READERS[place.suffix], data_files=path)
+            return library.load_dataset(READERS[place.suffix], data_files=path, cache_dir=cache_dir)
         if place.exists():
-            return library.load_dataset(path)
+            return library.load_dataset(path, cache_dir=cache_dir)
         if place.is_absolute():
             raise ConfigError(f"{where} does not exist. Give a folder, a file, or a hub name.")
         go_offline_if_unreachable(library)
@@ -117,11 +122,13 @@ def _column(
     """
     kinds = [f"{name} ({getattr(each, 'dtype', type(each).__name__)})" for name, each in features.items()]
     there = listed(kinds, 2 * SHOWN)
+    if asked is not None:
+        if asked not in features:
+            raise DataError(f"{where} has not the column data.{what}_column={asked}. Its columns: {there}.")
+        return asked
     typed = [name for name, each in features.items() if isinstance(each, kind)]
     named = [name for name in usual if name in features]
     found = typed or named if what == "image" else named[:1] or typed
-    if asked is not None:
-        found = [name for name in features if name == asked]
     if len(found) != 1:
         raise DataError(
             f"{where} has {len(found) or 'no'} columns of {what}s. Its columns: {there}. Choose one with "

@@ -203,7 +203,10 @@ def hf(config: DataConfig) -> ImageSet:
 
 
 def photographs(config: DataConfig, index: ImageIndex, options: ImageOptions) -> ImageSet:
-    """The set of an index, with one cache for both parts."""
+    """The set of an index, with one cache for both parts. Raises ConfigError for padding, which none gets."""
+    if padding := config.augment.random_crop_padding:
+        advice = "Photographs are cut at random by data.crop_scale, the smallest share of their area."
+        raise ConfigError(f"data.augment.random_crop_padding={padding}: must be 0. {advice}")
     indices = range(len(index))
     folder = cache_folder(options.cache)
     decoded = None if folder is None else decoded_images(folder, index, options.base_size)

@@ -1,6 +1,7 @@
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,15 @@ def test_stratified_holds_the_same_share_of_every_class_out(labels, fraction):
     ],
 )
 def test_bad_config_is_a_config_error(config, message):
+    with pytest.raises(ConfigError, match=message):
+        load_images(config)
+
+
+def test_padding_is_refused_where_regions_are_cut(tmp_path):
+    write_classes(tmp_path)
+    config = data_config(path=tmp_path)
+    config = replace(config, augment=replace(config.augment, random_crop_padding=4))
+    message = r"data\.augment\.random_crop_padding=4: must be 0\. .* data\.crop_scale"
     with pytest.raises(ConfigError, match=message):
         load_images(config)
 

@@ -214,6 +214,13 @@ def test_what_is_kept_is_not_trusted_after_a_change(tmp_path, cache_home, change
     assert load_images(config).train.columns["image"][:, 0, 0, 0].tolist() == [40, 50, 60]
 
 
+def test_files_of_ones_own_are_read_without_the_cache_of_the_library(tmp_path, monkeypatch):
+    write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "file" / "cache"))
+    assert len(load_images(data_config("cifar10", tmp_path, cache="none")).train) == 3
+
+
 def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path):
     write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1])
     (tmp_path / "file").write_text("")
@@ -412,7 +419,8 @@ def test_two_processes_read_a_folder_at_once_and_leave_nothing_in_it(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     write_pair(folder, [png(value % 200) for value in range(300)], [value % 3 for value in range(300)])
-    environ = os.environ | {"HF_HOME": str(tmp_path / "hf")}
+    (tmp_path / "file").write_text("")
+    environ = os.environ | {"HF_HOME": str(tmp_path / "file" / "hf")}  # cannot be written
     command = [sys.executable, "-W", "error", "-c", LOAD_FOLDER, str(folder)]
     readers = [
         subprocess.Popen(
