@@ -225,6 +225,10 @@ def columns(*names: str) -> Collate:
 
     def collate(samples: Sequence[Any]) -> Mapping[str, Tensor]:
         first = samples[0]
+        parts = len(first) if isinstance(first, tuple | list) else 1
+        if parts != len(names):
+            given = f"columns() was given {counted(len(names), 'name')}: {', '.join(names)}"
+            raise DataError(f"a sample has {counted(parts, 'part')}, and {given}. Each part needs a name.")
         made = default_collate(list(samples))
         return dict(zip(names, made if isinstance(first, tuple | list) else [made], strict=True))
 

@@ -235,7 +235,12 @@ def test_columns_names_the_parts_of_a_tuple():
     [
         ((torch.ones(2), 1), None, 'a tuple of 2, whose columns have no names.*columns("image", "label")'),
         (torch.ones(2), None, "a Tensor, whose columns have no names"),
-        ((torch.ones(2), 1), columns("image"), "ValueError: zip()"),
+        (
+            (torch.ones(2), 1, 2),
+            columns("image", "label"),
+            "a sample has 3 parts, and columns() was given 2 names: image, label.",
+        ),
+        (torch.ones(2), columns("image", "label"), "a sample has 1 part, and"),
         ({"text": "words"}, None, "text (list)"),
         ({"x": 1}, lambda samples: [1], "AttributeError: 'list' object"),
         ({"x": 1}, lambda samples: {"x": None}, "x (NoneType)"),
