@@ -1,7 +1,8 @@
 """What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
 
 Owns the call of `Recipe.on_eval_end`, the wait of the other ranks, and the files of the pictures. The
-function must not change weights: buffers are restored, and what it draws is drawn by nothing else.
+function cannot change the run: changed weights are an error, buffers are restored, and what it draws is drawn
+by nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.data.seeding import derive_seed, seed_all
 from launcher.distributed.collectives import from_rank0
@@ -41,13 +42,13 @@ def show(context: TrainContext, position: Position) -> None:
         _call_while_others_wait(context, call, "evaluation", "adding up the evaluation")
 
 
-def sanity_check(context: TrainContext) -> None:
-    """Call the recipe's function before the first step, for its mistakes alone.
+def sanity_check(context: TrainContext, step: int) -> None:
+    """Call the recipe's function before the first step, which comes after `step`, for its mistakes alone.
 
-    It gets the position of the last step; nothing is reported or written. A collective, as `show`.
+    It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.
     """
     if context.recipe.on_eval_end is not None and context.data.validation:
-        position = context.length.position_of(context.length.total_steps)
+        position = context.length.position_of(context.length.next_evaluation(step))
         call = partial(_call_and_report, context, position, is_trial=True)
         with found_in_trial("on_eval_end"):
             _call_while_others_wait(context, call, "trying the evaluation", "comparing the trials")
@@ -86,7 +87,10 @@ def _call_and_report(context: TrainContext, position: Position, is_trial: bool =
 
 
 def _call(context: TrainContext, position: Position) -> object:
-    """What the function returns. The other ranks wait for as long as it takes."""
+    """What the function returns. The other ranks wait for as long as it takes.
+
+    Raises ConfigError where it has changed weights.
+    """
     assert context.recipe.on_eval_end is not None
     # By the step, so that a resumed run shows the same.
     seed_all(derive_seed(context.config.seed, position.step, "after_evaluation"), context.env.device)
@@ -96,7 +100,19 @@ def _call(context: TrainContext, position: Position) -> object:
         torch.no_grad(),
         context.stepper.forward(),
     ):
-        return context.recipe.on_eval_end(context.model, position)
+        before = _versions(context.model)
+        found = context.recipe.on_eval_end(context.model, position)
+        if _versions(context.model) != before:
+            raise ConfigError(
+                "the recipe's on_eval_end has changed weights of the model, on rank 0 alone. It may only "
+                "read them: work on a copy.deepcopy of the model."
+            )
+    return found
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Which weights the model has, and torch's counts of their in-place changes (not of those to `.data`)."""
+    return [(id(parameter), parameter._version) for parameter in model.parameters()]
 
 
 def _written(context: TrainContext, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:

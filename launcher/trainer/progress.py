@@ -60,6 +60,12 @@ class TrainLength:
         by_steps = self.eval_every_steps is not None and step % self.eval_every_steps == 0
         return by_epochs or by_steps or self.is_last_step(step)
 
+    def next_evaluation(self, step: int) -> int:
+        """The first step after `step` that is evaluated."""
+        of_epochs = self.eval_every_epochs * self.steps_per_epoch
+        intervals = of_epochs, self.eval_every_steps or of_epochs
+        return min(self.total_steps, *((step // every + 1) * every for every in intervals))
+
 
 @dataclass(frozen=True)
 class EvalOutcome:

@@ -132,6 +132,25 @@ def test_an_exception_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "when"),
+    [
+        ("model[0].weight.mul_(2)", "tried"),
+        pytest.param("if position.step == 6: model[0].weight.mul_(2)", "called", marks=pytest.mark.slow),
+    ],
+)
+def test_changed_weights_are_an_error(tmp_path: Path, line, when) -> None:
+    ended = run_recipe(tmp_path, shown=line, ranks=1)
+    assert ended.codes == [2], ended
+    assert "on_eval_end has changed weights of the model" in ended.result["error"]
+    assert bool(ended.events("step")) == (when == "called")
+
+
+def test_before_the_first_step_it_gets_the_position_of_the_first_evaluation(tmp_path: Path) -> None:
+    ended = run_recipe(tmp_path, shown='raise ValueError(f"at {position.step}")', ranks=1)
+    assert "ValueError: at 3" in ended.result["error"], ended
+
+
+@pytest.mark.parametrize(
     ("returned", "text"),
     [
         ("text", "returned str. It has to return a mapping from name to text, number or picture"),

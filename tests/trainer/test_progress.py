@@ -38,6 +38,7 @@ def test_course(epochs, max_steps, every, total, evaluated) -> None:
     length = TrainLength.of(10, replace(TRAIN, epochs=epochs, max_steps=max_steps, eval_every_epochs=every))
     assert length.total_steps == total
     assert [step for step in range(1, total + 1) if length.should_evaluate(step)] == evaluated
+    assert length.next_evaluation(0) == evaluated[0]
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,4 @@ def test_evaluations_every_so_many_steps_come_beside_those_of_the_epochs(
     train = replace(TRAIN, epochs=3, eval_every_epochs=every_epochs, eval_every_steps=every_steps)
     length = TrainLength.of(10, train)
     assert [step for step in range(1, 31) if length.should_evaluate(step)] == evaluated
+    assert sorted({length.next_evaluation(step) for step in range(30)}) == evaluated
