@@ -143,10 +143,11 @@ def evidence_of(
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     rows = sorted({row for rows in columns.values() for row in rows})
     samples = samples_text([indices[row] for row in rows], indices)
-    if loss_finite and not columns:  # whatever a module gave, such as the -inf of a mask, did no harm
-        back = back or Finding(NOT_FOUND, "what is not finite arises in the backward pass")
-        return replace(back, text=f"the forward pass is finite; {back.text}", samples=samples)
     parts = [f"not finite in the batch itself: {name}" for name in columns]
+    if loss_finite:  # what a module gave or a column has, such as the -inf of a mask, did the loss no harm
+        back = back or Finding(NOT_FOUND, "what is not finite arises in the backward pass")
+        parts += ["the forward pass is finite", back.text]
+        return replace(back, text="; ".join(parts), samples=samples)
     parts += [beyond(name, column, arithmetic) for name, column in batch.items() if name not in columns]
     position, module = AFTER_FORWARD, ""
     if finding is None and not loss_finite:

@@ -84,6 +84,15 @@ def test_a_finite_forward_pass_leaves_the_backward_pass() -> None:
     assert evidence.text == f"the forward pass is finite; {back.text}"
 
 
+def test_a_nan_that_the_loss_masks_does_not_hide_the_module_of_the_backward_pass() -> None:
+    batch = {**BATCH, "target": torch.tensor([0.0, float("nan"), 0.0])}
+    back = Finding(7, "first gradient that was not finite: at the output of fc (Linear), inf", module="fc")
+    evidence = evidence_of(None, True, 0, batch, [1, 2, 3], back=back)
+    assert (evidence.order, evidence.module) == (7, "fc")
+    assert evidence.text.startswith("not finite in the batch itself: target; the forward pass is finite; ")
+    assert evidence_of(MODULE, True, 0, batch, [1, 2, 3]).order == NOT_FOUND
+
+
 def test_the_earliest_finding_is_told_first_and_the_innocent_not_at_all() -> None:
     found = [Finding(5, "late"), Finding(NOT_FOUND, "fine"), Finding(2, "early")]
     lines = format_by_rank(found, [0]).splitlines()
