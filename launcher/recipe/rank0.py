@@ -6,11 +6,15 @@ The other ranks wait at the store of the process group and not in a collective, 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import numpy
+import torch
 
 from launcher.distributed.alone import default_store
 from launcher.errors import RecipeError, described
@@ -28,8 +32,26 @@ def rank0_first() -> Iterator[None]:
 
     For files that are written if they are missing. All ranks have to enter it equally often. If the block
     raises on rank 0, the others raise a RecipeError with the text of that exception. A process that trains
-    alone enters at once. Seed what the block draws: the other ranks do not draw it.
+    alone enters at once. Random numbers that the block draws do not change those drawn after it, which rank 0
+    alone would have drawn.
     """
+    with _generators_kept(), _in_turn():
+        yield
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextmanager
+def _in_turn() -> Iterator[None]:
     store = default_store()
     if store is None:
         yield
