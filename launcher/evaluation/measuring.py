@@ -135,11 +135,17 @@ class MetricEvaluator:
             return Rank0Metric(metric, label, self._env.device)
         if isinstance(metric, LossMetric):
             return metric
-        with self._calling(metric, "reset"):
-            if not callable(getattr(metric, "reset", None)):
-                return copy.deepcopy(metric)  # as the recipe made it
-            metric.reset()
+        if callable(getattr(metric, "reset", None)):
+            with self._calling(metric, "reset"):
+                metric.reset()
             return metric
+        try:
+            return copy.deepcopy(metric)  # as the recipe made it
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(
+                f"the metric {name_of(metric)} cannot be copied ({error}), but each evaluation needs one "
+                "without samples. Define reset() in its class."
+            ) from error
 
     def _read_by_fed(self, batch: Batch) -> Batch:
         """The columns that the metrics without merge read: all, if one of them has no attribute `columns`."""
@@ -159,7 +165,9 @@ class MetricEvaluator:
             if hasattr(other, "__setstate__"):
                 other.__setstate__(state)
             else:
-                vars(other).update(state or {})
+                attributes, slots = state if isinstance(state, tuple) else (state, None)
+                for name, value in {**(attributes or {}), **(slots or {})}.items():
+                    object.__setattr__(other, name, value)
         with self._calling(metric, "merge"):
             metric.merge(other)
 

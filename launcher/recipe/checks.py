@@ -13,6 +13,7 @@ from launcher.data.labels import IGNORED, no_class
 from launcher.data.sources import ONLY_SET, length_of, set_title
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
+from launcher.metrics import LossMetric, Metric
 from launcher.metrics.metric import RESERVED, declared_names, name_of
 from launcher.recipe.contract import Recipe
 
@@ -20,12 +21,18 @@ MONITOR = "the recipe's monitor"
 
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:
-    """Raise ConfigError for a name given twice, and a `monitor` that no metric gives.
+    """Raise ConfigError for what is no metric, a name given twice, and a `monitor` that no metric gives.
 
     The names are those that the metrics declare; what they do not declare is checked at the first evaluation.
     """
     declared: dict[str, str] = {}
     for metric in recipe.metrics_or_default:
+        if not isinstance(metric, Metric | LossMetric) or isinstance(metric, type):
+            given = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
+            raise ConfigError(
+                f"Recipe.metrics has {given}, which is not a metric. A metric is an object with "
+                "update(outputs, batch) and compute() -> {name: value}."
+            )
         for name in declared_names(metric) or ():
             refuse_taken_name(name, name_of(metric), declared)
             declared[name] = name_of(metric)
@@ -73,7 +80,7 @@ def checked(recipe: Recipe, may_lack: bool) -> Recipe:
 
 
 def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
-    """Raise DataError for an empty validation set, and for labels without a class.
+    """Raise DataError for an empty or nameless validation set, and for labels without a class.
 
     A recipe that `may_lack` validation may have none.
     """
@@ -81,6 +88,11 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
     if not sets and not may_lack:
         raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
     for name, data in sets.items():
+        if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):
+            raise DataError(
+                f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
+                "without '/'."
+            )
         if length_of(data) == 0:
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -200,6 +200,36 @@ def test_a_metric_may_have_a_state_of_its_own() -> None:
     assert first == second == pytest.approx(alone)
 
 
+@dataclass(slots=True)
+class Slotted:
+    """Without a dict of attributes, as a dataclass may be."""
+
+    count: int = 0
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self.count += len(batch["target"])
+
+    def merge(self, other: Slotted) -> None:
+        self.count += other.count
+
+    def compute(self) -> dict[str, float]:
+        return {"slotted": self.count}
+
+
+def measure_slotted(env: WorkerEnv) -> dict[str, float]:
+    data = points(5)
+    recipe = recipe_of(data, Slotted())
+    return evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, env), data, 2).metrics
+
+
+def test_a_metric_may_have_slots() -> None:
+    assert measure_slotted(ALONE) == {"slotted": 5}
+    assert run_ranks(2, measure_slotted) == [{"slotted": 5}] * 2
+
+
 class Broken(Merged):
     """Fails in one of its methods."""
 
@@ -209,8 +239,9 @@ class Broken(Merged):
         super().__init__()
         self.where, self.rank, self.updated = where, rank, False
         self.pairs: list[Any] = [1]
-        if where == "lock":
+        if "lock" in where:
             self.lock = threading.Lock()
+        if where == "lock":
             self.reset = lambda: None
 
     def update(self, outputs: Any, batch: Any) -> None:
@@ -282,6 +313,8 @@ FAILURES = {
     "lambda": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "Can't pickle local object 'Broken.update.<locals>.<lambda>'. Numbers, text, bytes, ",
     "lock": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: ",
+    "lock without reset": "ConfigError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
+    "object), but each evaluation needs one without samples. Define reset() in its class.",
     "one rank": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "it has a tests.evaluation.test_measuring.Nameless. Numbers, ",
     "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",
@@ -327,6 +360,13 @@ REFUSED: dict[str, tuple[list[Any], str | None, str]] = {
         "metrics Classification and Nameless both give the name 'accuracy'",
     ),
     "a name that is taken": ([named("loss")], None, "the metric Nameless gives the name 'loss', which every"),
+    "a class": (
+        [Classification],
+        None,
+        "has the class Classification, which is not a metric. A metric is an",
+    ),
+    "no metric": (["accuracy"], None, "has 'accuracy', which is not a metric"),
+    "a function": ([with_odd_column], None, "has <function with_odd_column at .*>, which is not a metric"),
     "an unknown comparison": (
         [named("bleu", "chrf")],
         "bleau",
@@ -349,6 +389,9 @@ SETS: list[tuple[Any, str | None, str]] = [
     ),
     ({}, None, "Recipe.validation has no set: give it at least one"),
     ({"near": points(3), "far": points(0)}, None, r"the validation \(far\) set of the recipe is empty"),
+    ({"near/far": points(3)}, None, "'near/far' in Recipe.validation is not a valid name: .* without '/'"),
+    ({"": points(3)}, None, "'' in Recipe.validation is not a valid name"),
+    ({3: points(3)}, None, "3 in Recipe.validation is not a valid name"),
 ]
 
 
