@@ -38,7 +38,7 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
 def custom_lr_table(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
     """`steps` learning rates: `peak` times `schedule(step, steps)` for each step from 0.
 
-    ConfigError, with `name`, for a factor that is no finite number of at least 0.
+    ConfigError, with `name`, for a factor that is no finite number of at least 0, and where all are 0.
     """
     rates: list[float] = []
     for step in range(steps):
@@ -49,6 +49,12 @@ def custom_lr_table(schedule: Callable[[int, int], float], name: str, peak: floa
                 f"{peak:g}, a finite number (no tensor) of at least 0."
             )
         rates.append(peak * float(factor))
+    if rates and peak and not any(rates):
+        raise ConfigError(
+            f"{name} gives 0 for each of {steps} steps, so nothing would be trained: it must return the "
+            f"factor on the rate {peak:g}, above 0 for at least one step. An integer division (//) rounds a "
+            "factor below 1 to 0."
+        )
     return rates
 
 

@@ -79,3 +79,9 @@ def test_a_schedule_of_ones_own_is_torchs_lambda() -> None:
 def test_what_is_no_factor_is_refused_with_its_step(factor) -> None:
     with pytest.raises(ConfigError, match=r"^mine gives .* for step 2 of 5: it must return the factor"):
         custom_lr_table(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)
+
+
+def test_a_schedule_that_is_always_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^mine gives 0 for each of 5 steps.* An integer division \(//\)"):
+        custom_lr_table(lambda step, total: (step + 1) // (total + 1), "mine", 10.0, 5)
+    assert custom_lr_table(lambda step, total: 0, "mine", 0.0, 2) == [0.0, 0.0], "as optim.lr=0 says"
