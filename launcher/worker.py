@@ -16,7 +16,7 @@ from launcher.config.schema import Config
 from launcher.data.loader import loader_processes
 from launcher.distributed import preflight, process_group
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import exit_record
+from launcher.distributed.exit_records import StoreExitRecords, exit_record
 from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
@@ -62,7 +62,9 @@ def run(
             with warnings_logged(telemetry, launch.rank):
                 _join_and_train(config, launch, store, job, telemetry, stop_signal, heartbeat)
         except BaseException as error:
-            failure = explain_and_report(error, config, launch, telemetry, heartbeat)
+            in_store = None if store is None else StoreExitRecords(store, job, launch.world_size)
+            records = heartbeat.exit_records or in_store
+            failure = explain_and_report(error, config, launch, telemetry, heartbeat, records)
             if failure is not None:
                 raise failure from error
             raise

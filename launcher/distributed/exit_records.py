@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from launcher.distributed import nccl
-from launcher.distributed.store import missing_ranks
+from launcher.distributed.store import ignore_store_errors, missing_ranks
 from launcher.errors import LauncherError, OutOfMemoryError, described, whole_text
 from launcher.os.oom import to_resource_error
 from launcher.user_code import short_traceback
@@ -31,6 +31,7 @@ OF_ANOTHER = re.compile(
     r"(?i)gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
     r"Application timeout|Connection (closed|reset)"
 )
+POLL_S = 0.05
 ROW_BYTES, _TEXT_AT = 1 << 20, 8  # memory is used only where it is written to
 
 
@@ -75,6 +76,10 @@ class SharedExitRecords:
         text = self._rows[rank][_TEXT_AT : _TEXT_AT + self._length(rank)[0]]
         return ExitRecord(**json.loads(bytes(text))) if text else None
 
+    def read_others(self) -> list[ExitRecord]:
+        """The records of all ranks but rank 0."""
+        return [record for rank in self._rows if rank and (record := self.read(rank))]
+
     def _length(self, rank: int) -> memoryview[int]:
         """Where the length of a rank's text is; 0: it is not complete."""
         return self._rows[rank][:_TEXT_AT].cast("q")
@@ -83,8 +88,8 @@ class SharedExitRecords:
 class StoreExitRecords:
     """The same in the store of a job, of ranks without a parent. Raises DistError if the store is gone."""
 
-    def __init__(self, store: dist.Store, job: str) -> None:
-        self._store, self._key = store, f"job/{job}/exit/{{}}"
+    def __init__(self, store: dist.Store, job: str, world_size: int = 1) -> None:
+        self._store, self._key, self._world_size = store, f"job/{job}/exit/{{}}", world_size
 
     def write(self, record: ExitRecord) -> None:
         """Record how a rank ends."""
@@ -94,6 +99,10 @@ class StoreExitRecords:
         """The records of those of the ranks that have one."""
         keys = [key for key in map(self._key.format, ranks) if self._store.check([key])]
         return [ExitRecord(**json.loads(self._store.get(key))) for key in keys]
+
+    def read_others(self) -> list[ExitRecord]:
+        """The records of all ranks but rank 0."""
+        return self.read(range(1, self._world_size))
 
     def missing(self, ranks: Iterable[int], wait_s: float) -> list[int]:
         """Those of the ranks that have no record within the time."""
@@ -129,6 +138,19 @@ class JobFailed(LauncherError):
     def __init__(self, text: str, exit_code: int, traceback: str = "") -> None:
         super().__init__(text)
         self.exit_code, self.traceback = exit_code, traceback
+
+
+def failure_of_another(records: SharedExitRecords | StoreExitRecords, wait_s: float) -> JobFailed | None:
+    """What failed first on another rank than rank 0; None if none has recorded its own error in time."""
+    until_s = time.monotonic() + wait_s
+    with ignore_store_errors():
+        while time.monotonic() < until_s:
+            failed = [each for each in records.read_others() if each.error and not each.is_secondary]
+            if failed:
+                cause = min(failed, key=lambda each: each.time_s)
+                return JobFailed(with_rank(cause, failed), cause.exit_code)
+            time.sleep(POLL_S)
+    return None
 
 
 def with_rank(cause: ExitRecord, records: Sequence[ExitRecord]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from launcher.config.groups import PACKAGE
 from launcher.errors import DataError
 from launcher.run_dir.atomic import read_json
+from launcher.telemetry.event_log import read_events
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, own_rank
@@ -162,6 +163,7 @@ def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Pa
     assert "error: rank 1 failed: the shard caf\\udce9 is missing" in ended.outputs[0]
     assert (ended.result["exit"], ended.status["exit"]) == (7, 7)
     assert ended.result["error"] == "rank 1 failed: the shard caf\\udce9 is missing"
+    assert (ended.events("end")[-1]["exit"], ended.events("end")[-1]["error"]) == (7, ended.result["error"])
 
 
 REFUSED: dict[str, tuple[str, int, str]] = {
@@ -239,6 +241,15 @@ def test_under_torchrun_the_error_of_one_rank_is_said(tmp_path: Path, seconds: i
     assert 1 <= done.stderr.count("error: ") <= most, done.stderr
     result = read_json(only_run(tmp_path) / "result.json")
     assert result["error"].startswith("rank 1 failed: the function under @recipe")
+
+
+def test_the_events_of_a_run_whose_other_rank_failed_end_with_its_error(tmp_path: Path) -> None:
+    write_recipe(tmp_path, in_step="if RANK == 1: raise ValueError('no loss today')")
+    with Parent(tmp_path) as parent:
+        assert parent.end() == 1
+        ended = read_events(parent.run_dir / "metrics.jsonl")[-1]
+        assert ended["error"] == parent.json("result.json")["error"]
+        assert "ValueError: no loss today" in ended["error"]
 
 
 @pytest.mark.parametrize("words", [["launch.nproc=2"], ["launch.nproc=3"]])

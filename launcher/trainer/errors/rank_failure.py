@@ -14,7 +14,12 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import is_secondary
+from launcher.distributed.exit_records import (
+    SharedExitRecords,
+    StoreExitRecords,
+    failure_of_another,
+    is_secondary,
+)
 from launcher.distributed.heartbeat import Heartbeat, describe
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
@@ -27,6 +32,8 @@ from launcher.telemetry.events import EndEvent
 from launcher.trainer.errors.recipe_errors import IN_LOG, recipe_failure
 from launcher.user_code import innermost, short_traceback, user_location
 
+CAUSE_S = 0.4  # for the rank that was lost to record why; the parent kills the others after half a second
+
 log = logging.getLogger("launcher")
 
 
@@ -36,9 +43,11 @@ def explain_and_report(
     launch: LaunchEnv,
     telemetry: Telemetry,
     heartbeat: Heartbeat,
+    records: SharedExitRecords | StoreExitRecords | None,
 ) -> LauncherError | None:
     """Record that this rank has failed. Returns the error for users, None where it is `error` itself.
 
+    If rank 0 has lost another rank, events and files have that one's error, once it stands in `records`.
     Frees what the frames of `error` hold. No context manager: the `__exit__` of one keeps the traceback.
     """
     note_failure(error, launch.rank, heartbeat)
@@ -46,7 +55,10 @@ def explain_and_report(
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
     failure = to_launcher_error(error, launch, logs, describe(heartbeat.latest))
     steps = max(telemetry.step, heartbeat.latest.steps_done)  # events come every few steps only
-    result = Failure.of(failure or error)
+    told: BaseException = failure or error
+    if launch.rank == 0 and records is not None and is_secondary(error):
+        told = failure_of_another(records, CAUSE_S) or told
+    result = Failure.of(told)
     level = logging.ERROR if result.state == "failed" else logging.INFO
     log.log(level, "rank %d: %s", launch.rank, result.error)
     telemetry.emit(EndEvent(steps, state=result.state, exit=result.exit, error=result.error))
