@@ -46,6 +46,7 @@ def test_a_run_starts_from_the_export_of_another_and_a_resume_from_its_own_check
     resumed = run(tmp_path / "second", *words, "train.max_steps=2", ranks=2)
     assert resumed.codes == [0, 0], resumed
     assert decision(resumed)["text"] == f"of the checkpoint, not of model.init_from={file}"
+    assert config_of(resumed)["model"]["init_from_sha256"] == digest
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
+from launcher.run_dir.records import METRICS
+from launcher.telemetry.event_log import recorded
 from launcher.trainer.context import TrainContext
 
 SHOWN = 6  # names in a text
@@ -122,6 +124,8 @@ def report_weights(context: TrainContext, loaded: LoadReport | None, resumed: bo
     if resumed:
         text = f"of the checkpoint, not of model.init_from={loaded.file}"
         context.telemetry.decision("weights", text)
+        if context.env.is_rank0 and (digest := _recorded_digest(context, loaded.file)):
+            context.persist_config(model=replace(context.config.model, init_from_sha256=digest))
         return
     if loaded.error:
         raise ConfigError(loaded.error)
@@ -134,3 +138,10 @@ def report_weights(context: TrainContext, loaded: LoadReport | None, resumed: bo
             f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
             "freeze them, or give a file that has them."
         )
+
+
+def _recorded_digest(context: TrainContext, file: str) -> str | None:
+    """The SHA-256 that the file had when this run started from it; None where its events have none."""
+    events = recorded(Path(context.config.run.dir) / METRICS, "decision")
+    digests = [str(event["sha256"]) for event in events if event.get("file") == file and "sha256" in event]
+    return digests[-1] if digests else None
