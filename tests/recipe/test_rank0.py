@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
+from launcher.recipe import rank0_first
 from tests.faults.parent import Parent, write_recipe
 
 CACHED = """
@@ -62,3 +66,17 @@ def test_an_exception_of_rank_0_is_that_of_the_run(tmp_path: Path) -> None:
     assert "OSError: no route to the mirror" in stderr
     assert not (tmp_path / "written").exists()
     assert "rank 1" not in stderr, "which only waited"
+
+
+def test_what_the_block_draws_changes_nothing_that_is_drawn_after_it() -> None:
+    """A process that trains alone resumes with the file there, and then draws nothing in the block."""
+
+    def drawn() -> list[float]:
+        return [random.random(), float(numpy.random.random()), float(torch.rand(()))]
+
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+    expected = drawn()
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+    with rank0_first():
+        drawn()
+    assert drawn() == expected
