@@ -63,12 +63,13 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
     jobs = jobs_of(request) if is_grid else []
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)  # before the lock, which is a file in it
-    with _writing(directory), locked(directory, DIRECTORY):
+    again = f" and continue it: -m {directory_override(RESUME, directory)}"
+    with _writing(directory, again), locked(directory, DIRECTORY):
         clear_away(directory)
         of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=is_grid)]
         record = _record(request, directory, jobs, configs[0].sweep.resume)
         for job, config in zip(record.jobs, of_jobs, strict=is_grid):
-            made(directory / job.name)
+            Path(config.run.dir).mkdir(exist_ok=True)
             write_job(config, job.overrides)
         yield directory, record, of_jobs
 
@@ -91,12 +92,10 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
     return directory, record, [place(each, directory, job) for each, job in zip(configs, jobs, strict=True)]
 
 
-def _writing(directory: Path) -> AbstractContextManager[None]:
+def _writing(directory: Path, again: str = "") -> AbstractContextManager[None]:
     problem = f"the sweep's files cannot be written to {directory}"
-    return failing_as_storage_error(
-        problem,
-        f"Choose a writable place with {DIRECTORY}=DIR, or make room there and give the same command again.",
-    )
+    advice = f"Choose a writable place with {DIRECTORY}=DIR, or make room there{again}."
+    return failing_as_storage_error(problem, advice)
 
 
 def jobs_of(request: Request) -> list[SweepJob]:

@@ -28,7 +28,8 @@ class SweepProgress:
 
     def ended(self, job: SweepJob) -> None:
         """A job that failed is reported at once, with its reason and where its output is."""
-        after = "" if self._alone else f" after {duration(job.seconds)}"
+        starts = job.attempts > 0  # a job of a search may be refused as it is drawn
+        after = "" if self._alone or not starts else f" after {duration(job.seconds)}"
         if job.state in (JobState.DONE, JobState.PRUNED):
             if job.state == JobState.PRUNED or not self._alone:
                 self.say(f"sweep: job {self._of(job)} {job.state}{after}{_metric_of(job)}")
@@ -36,9 +37,9 @@ class SweepProgress:
         how = ("stopped" if job.state == JobState.STOPPED else "failed") + after
         if job.state != JobState.STOPPED:
             how += " and runs again" * (job.state == JobState.WAITING)
-            if not (self._alone and job.error):  # else on the terminal, by the job
+            if not (self._alone and job.error and starts):  # else on the terminal, by the job
                 how += f", exit {job.exit}: {(job.error or 'no reason is known').rstrip('.')}"
-            how += "" if self._alone else f"; output: {self._directory / job.name / LOG}"
+            how += "" if self._alone or not starts else f"; output: {self._directory / job.name / LOG}"
         self.say(f"sweep: job {self._of(job)} {how}", error=True)
 
     def say(self, text: str, error: bool = False) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher import errors
 from launcher.config.schema import SweepConfig
-from launcher.errors import DIVERGED, ConfigError, PreemptedError, counted
+from launcher.errors import DIVERGED, ConfigError, PreemptedError, StorageError, counted
 from launcher.os.signals import SAVING, StopSignal
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.sweep.asha import Pruner
@@ -25,6 +25,7 @@ from launcher.sweep.state import JobState, SweepJob, SweepState, count_time, tak
 POLL_S = 0.2  # longest wait for a change, after which signals are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
+REFUSED_IN_A_ROW = 20  # jobs that cannot be composed, after which the space is taken for a mistake
 
 
 class Scheduler:
@@ -52,15 +53,27 @@ class Scheduler:
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
 
     def run(self) -> None:
-        """Returns when no job runs any more, and none may start. Raises OSError."""
+        """Returns when no job runs any more, and none may start.
+
+        Raises OSError and StorageError where files of the sweep cannot be written, ConfigError where no job
+        of a search can run: once the jobs that run have saved and ended.
+        """
+        failure: Exception | None = None
         while True:
             self._obey_signals()
-            while not self.reason and (job := self._startable()) is not None:
-                self._start(job)
-            if self._changed:
-                self._write()
-            if not self._running and (self.reason or self._next() is None):
-                return
+            try:
+                while not self.reason and (job := self._startable()) is not None:
+                    self._start(job)
+                if self._changed:  # also after a failure: the disk may have room again
+                    self._write()
+                if not self._running and (self.reason or self._next() is None):
+                    break
+            except (OSError, StorageError, ConfigError) as error:
+                failure = failure or error
+                if not self.reason:
+                    self._stop("no further job can start")
+                if not self._running:
+                    break
             # All are taken before any job is stopped: the launcher has forgotten those that have ended.
             changed = [self._take(change) for change in self._launcher.poll(POLL_S)]
             failed = next((job for job in changed if self._is_failure(job)), None)
@@ -72,6 +85,8 @@ class Scheduler:
                     with suppress(OSError):  # the job then runs to its end
                         ask_to_prune(self._directory / job.name, request)
                     self._changed = True  # the metric that decided
+        if failure is not None:
+            raise failure
 
     def _is_failure(self, job: SweepJob) -> bool:
         """Whether the job failed; that a trial of a search diverges says something of its values."""
@@ -86,7 +101,13 @@ class Scheduler:
         waiting = next((job for job in jobs if job.state == JobState.WAITING), None)
         if waiting is not None or self._search is None:
             return waiting
-        return self._search.next()
+        for _ in range(REFUSED_IN_A_ROW):
+            job = self._search.next()
+            if job is None or job.state == JobState.WAITING:
+                return job
+            self._progress.ended(job)
+        assert job is not None
+        raise ConfigError(f"{REFUSED_IN_A_ROW} jobs of the search in a row cannot run. The last: {job.error}")
 
     def _startable(self) -> SweepJob | None:
         """The next job, where the launcher has room."""
@@ -96,9 +117,9 @@ class Scheduler:
     def _start(self, job: SweepJob) -> None:
         job.state, job.attempts, job.exit, job.error = JobState.RUNNING, job.attempts + 1, None, None
         job.started, self._changed = time.time(), True
-        self._running[job.number] = job
         self._progress.starting(job)
         self._launcher.submit(job, self._directory / job.name)
+        self._running[job.number] = job
         if job.handle is not None:  # this process may be killed at any moment, and the job would go on
             self._write()
 

@@ -19,7 +19,9 @@ from launcher.config.resolve import compose_one, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Dimension, Space, distribution, value_of
 from launcher.errors import ConfigError, first_line
-from launcher.sweep.prepare import is_setting, job_name, made, place
+from launcher.run_dir.records import write_failure
+from launcher.run_dir.result import Failure
+from launcher.sweep.prepare import is_setting, job_name, place
 from launcher.sweep.state import JobState, SweepJob, SweepState, write_job
 
 if TYPE_CHECKING:
@@ -125,17 +127,15 @@ class Searching:
         self._probe = SweepJob(-1, "", (), nproc=devices_of(sample))
 
     def next(self) -> SweepJob | None:
-        """A further job, waiting, in the record and with its folder; None if there is none now.
+        """A further job, in the record and with its folder; None if there is none now.
 
-        Raises OSError where these cannot be written.
+        It is waiting, or failed where it cannot be composed. Raises OSError, StorageError where its files
+        cannot be written.
         """
-        while len(self._jobs) < self._trials and self._has_capacity(self._probe):
-            if (lines := self._draw(self._space, self._seed, self._jobs)) is None:
-                return None
-            job = self._added(lines)
-            if job.state == JobState.WAITING:
-                return job
-        return None
+        if len(self._jobs) >= self._trials or not self._has_capacity(self._probe):
+            return None
+        lines = self._draw(self._space, self._seed, self._jobs)
+        return None if lines is None else self._added(lines)
 
     def _added(self, lines: tuple[str, ...]) -> SweepJob:
         """The job with these overrides, in the record: waiting, or failed where it cannot be composed."""
@@ -143,12 +143,13 @@ class Searching:
         job = SweepJob(number, job_name(self._space, number, lines), lines)
         self._jobs.append(job)
         try:
+            (self._directory / job.name).mkdir(exist_ok=True)
             config = compose_one(self._composer, (*lines, *self._settings))
             job.nproc = self._devices_of(config)
-            made(self._directory / job.name)
             write_job(place(config, self._directory, job), lines)
         except ConfigError as error:
             job.state, job.exit, job.error = JobState.FAILED, error.exit_code, first_line(error)
+            write_failure(self._directory / job.name, Failure.of(error))  # where reports and `watch` look
         # Before it starts: a process that continues the sweep must not draw another job with this number.
         self._record.write(self._directory)
         return job

@@ -140,14 +140,17 @@ def recover(record: SweepState, directory: Path) -> None:
     """Make the jobs ready for a process that continues the sweep, after the end of another at any moment.
 
     What is done is kept, with what a job of a killed process has still written. Jobs that failed run again,
-    for the user may have mended the cause; not those that diverged, which is a result.
+    for the user may have mended the cause; not those that diverged, which is a result, nor those of a search
+    that were refused as they were drawn.
     """
     for job in record.jobs:
         if job.state == JobState.RUNNING:
             job.state = JobState.WAITING
             take_result(job, directory / job.name)
             job.started = None
-        elif (job.state == JobState.FAILED and job.exit != DIVERGED) or job.state not in OVER:
+        elif (
+            job.state == JobState.FAILED and job.attempts and job.exit != DIVERGED
+        ) or job.state not in OVER:
             job.state = JobState.WAITING
         job.failures = 0
 

@@ -13,6 +13,7 @@ import pytest
 
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
+from launcher.errors import ConfigError
 from launcher.os.signals import StopSignal
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
@@ -285,7 +286,8 @@ def test_a_trial_that_diverges_stops_no_search(tmp_path) -> None:
     ],
 )
 def test_the_line_of_a_job_that_is_not_done_reads_as_one_sentence(tmp_path, capsys, state, line) -> None:
-    job = SweepJob(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.", seconds=2.0)
+    job = SweepJob(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.")
+    job.attempts, job.seconds = 1, 2.0
     SweepProgress(tmp_path, [job], alone=False).ended(job)
     assert f"sweep: {line}" in " ".join(capsys.readouterr().err.split())
 
@@ -323,10 +325,37 @@ def test_a_full_disk_ends_the_sweep_and_the_next_process_runs_the_rest(tmp_path,
     monkeypatch.setattr(SweepState, "write", full)
     with pytest.raises(OSError, match="No space left"):
         Run(tmp_path, launcher, 3)
+    assert launcher.stopped == {1: False}, "it is asked to save"
+    assert launcher.running == {}, "and has ended"
+    launcher.stopped.clear()
     monkeypatch.undo()
     record = SweepState.read(tmp_path)
     recover(record, tmp_path)
-    launcher.running.clear()
     progress = SweepProgress(tmp_path, record.jobs, alone=False)
     Scheduler(tmp_path, record, launcher, composed().sweep, progress, StopSignal()).run()
     assert [job.state for job in record.jobs] == ["done"] * 3
+
+
+def test_jobs_of_a_search_that_are_refused_are_told_and_too_many_end_it(tmp_path, capsys) -> None:
+    class Refused(Searching):
+        def __init__(self, jobs: list[SweepJob], good: int) -> None:
+            self.jobs, self.good = jobs, good
+
+        def next(self) -> SweepJob | None:
+            number = len(self.jobs)
+            job = SweepJob(number, str(number), ())
+            if number != self.good:
+                job.state, job.exit, job.error = JobState.FAILED, 2, "no such value"
+            self.jobs.append(job)
+            return job
+
+    jobs: list[SweepJob] = []
+    record, progress = SweepState(jobs, ()), SweepProgress(tmp_path, jobs, alone=True)
+    launcher, search = Scripted(2), Refused(jobs, 3)
+    scheduler = Scheduler(tmp_path, record, launcher, composed().sweep, progress, StopSignal(), None, search)
+    with pytest.raises(ConfigError, match=r"20 jobs .* in a row cannot run\. The last: no such value"):
+        scheduler.run()
+    assert [job.state for job in jobs] == [*["failed"] * 3, "stopped", *["failed"] * 20]
+    assert "sweep: job 3 of 3 failed, exit 2: no such value\n" in capsys.readouterr().err
+    recover(record, tmp_path)
+    assert [job.state for job in record.left] == ["waiting"], "the others were not to be had"
