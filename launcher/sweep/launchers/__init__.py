@@ -3,7 +3,8 @@
 The sweep's process composes and checks all jobs, decides which one runs next, and writes `sweep.json`. Before
 it submits a job it makes the job's folder and writes `job.json` there, the resolved config. A launcher starts
 that folder as a job somewhere, says what has become of it, and stops it when asked. It never composes a
-config, reads or writes no file of the sweep, decides no retry, and prints nothing.
+config, reads or writes no file of the sweep, decides no retry, and prints nothing but that
+a scheduler does not answer.
 
 A launcher that starts a process of its own runs `command_of(directory)`, on any machine on which the folder
 and this Python exist: `python -m launcher job DIR`. The process writes the files of a run into DIR (such as

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,8 @@ from typing import Any
 
 from launcher.config.messages import directory_override, install_line
 from launcher.config.schema import SweepConfig
-from launcher.errors import TO_RESUME, PreemptedError, PreflightError
+from launcher.errors import PreemptedError, PreflightError
+from launcher.os import stdio
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
 from launcher.sweep.launchers import JobEvent, JobLauncher, command_of
@@ -33,8 +35,8 @@ QUEUED = 4  # jobs that wait in Slurm's queue, so that it can start one at once
 SETTLE_S = 10.0  # until what a job wrote last is seen here: attributes of files on NFS are kept for seconds
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo")
 COMMAND_S = 60.0  # for a command of Slurm, whose daemon may be busy
-# How often squeue is asked before the sweep ends, and how long it waits in between: a restart of Slurm's
-# daemon takes less. The jobs outlive the sweep.
+# How often in a row squeue may fail before the sweep ends, and how long it is left alone in between: a
+# restart of Slurm's daemon takes less. The jobs outlive the sweep.
 TRIES, RETRY_S = 10, 15.0
 Queued = tuple[str, str, str]  # state, nodes and name of a job in the queue
 WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
@@ -69,28 +71,34 @@ class SlurmLauncher(JobLauncher):
         self._per_worker = "gpus_per_node" if has_gpus else "cpus_per_task"
         self._jobs: dict[int, Submitted] = {}
         self._next_s = 0.0
+        self._failures = 0  # of squeue, in a row
 
     def has_capacity(self, job: SweepJob) -> bool:
+        if self._failures:
+            return False
         if self._parallel != "auto":
             return len(self._jobs) < self._parallel
         return sum(not each.runs for each in self._jobs.values()) < QUEUED
 
     def submit(self, job: SweepJob, directory: Path) -> None:
         """Give the job to Slurm, unless an earlier process has."""
-        self._jobs[job.number] = each = Submitted(job, directory)
-        if _is_queued(each):
-            return
+        each = Submitted(job, directory)
         try:
-            self._give(each)
-        except self._submitit.core.utils.FailedJobError as error:
-            if not _is_queued(each):  # it may be: only the answer was lost
-                again = directory_override("sweep.resume", directory.parent)
-                raise PreflightError(
-                    f"sweep.launcher=slurm: sbatch refuses the job: {_words(error)}. The sweep has ended; "
-                    f"jobs that Slurm has accepted run on. {TO_RESUME} {again}, once sbatch accepts its jobs."
-                ) from error
+            if not _is_queued(each):
+                self._give(each)
+        except PreflightError as error:
+            raise PreflightError(f"{error} {_end_of_sweep(directory)}") from error
+        self._jobs[job.number] = each
 
     def _give(self, each: Submitted) -> None:
+        try:
+            self._sbatch(each)
+        except self._submitit.core.utils.FailedJobError as error:
+            if not _is_queued(each):  # it may be: only the answer was lost
+                problem = f"sweep.launcher=slurm: sbatch refuses the job: {_words(error)}."
+                raise PreflightError(problem) from error
+
+    def _sbatch(self, each: Submitted) -> None:
         job, directory = each.job, each.directory
         executor = self._submitit.SlurmExecutor(directory.parent / FOLDER)
         executor.update_parameters(
@@ -112,7 +120,18 @@ class SlurmLauncher(JobLauncher):
             time.sleep(min(wait_s, self._next_s - now))
             return []
         self._next_s = now + EVERY_S
-        queue = _queue() if self._jobs else {}
+        try:
+            queue = _queue() if self._jobs else {}
+        except PreflightError as error:
+            self._failures += 1
+            if self._failures == TRIES:
+                directory = next(iter(self._jobs.values())).directory
+                raise PreflightError(f"{error} {_end_of_sweep(directory)}") from error
+            if self._failures == 1:
+                stdio.say(f"warning: {error} It is asked again every {RETRY_S:g} s", sys.stderr)
+            self._next_s = time.monotonic() + RETRY_S
+            return []
+        self._failures = 0
         return [change for each in [*self._jobs.values()] for change in self._changes(each, queue)]
 
     def _changes(self, each: Submitted, queue: Mapping[str, Queued]) -> Iterator[JobEvent]:
@@ -165,6 +184,14 @@ def _submitit() -> Any:
     return submitit
 
 
+def _end_of_sweep(directory: Path) -> str:
+    """The end of the error with which a sweep ends for Slurm's sake, by the folder of one of its jobs."""
+    again = f"-m {directory_override('sweep.resume', directory.parent)}"
+    return (
+        f"The sweep has ended; jobs that Slurm has accepted run on. {again} follows them and runs the rest."
+    )
+
+
 def _is_queued(each: Submitted) -> bool:
     """Whether Slurm has the job, whose id is noted then."""
     for found, (state, _, called) in _queue().items():
@@ -175,15 +202,8 @@ def _is_queued(each: Submitted) -> bool:
 
 
 def _queue() -> dict[str, Queued]:
-    """This user's jobs that wait or run, by id. Raises PreflightError where no try is answered."""
-    for left in reversed(range(TRIES)):
-        try:
-            lines = _ask("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j").splitlines()
-            break
-        except PreflightError:
-            if not left:
-                raise
-            time.sleep(RETRY_S)
+    """This user's jobs that wait or run, by id. Raises PreflightError where squeue does not answer."""
+    lines = _ask("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j").splitlines()
     fields = (line.split("|", 3) for line in lines)
     return {number: (state, nodes, name) for number, state, nodes, name in fields}
 

@@ -96,9 +96,13 @@ def test_a_slurm_that_does_not_answer_for_a_while_loses_no_job(
         follow(launcher, started(0), changes)
         with monkeypatch.context() as silence:
             silence.setenv("SLURM_CONF", str(tmp_path / "none"))
+            silence.setattr(slurm, "TRIES", 2)  # each takes seconds
             silence.setattr(slurm, "RETRY_S", 0.1)
-            with pytest.raises(PreflightError, match=r"sweep\.launcher=slurm: squeue fails: .*none"):
+            with pytest.raises(
+                PreflightError, match=r"sweep\.launcher=slurm: squeue fails: .*none"
+            ) as caught:
                 follow(launcher, ended(0), changes)
+            assert f"sweep.resume={tmp_path}" in str(caught.value)
     (tmp_path / "go").touch()
     with SlurmLauncher(SWEEP) as launcher:  # of the process that continues the sweep
         launcher.submit(*jobs[0])
