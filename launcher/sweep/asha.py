@@ -7,6 +7,7 @@ that continues reads the evaluations of its jobs again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,14 +22,28 @@ REDUCTION = 3  # one job in so many passes a rung, and rungs lie so many times a
 
 
 def compared(history: EventHistory) -> tuple[str, bool, Sequence[float]]:
-    """By what a job is compared, whether more of it is better, and its value in each evaluation."""
+    """By what a job is compared, whether more of it is better, and its value in each evaluation.
+
+    A value that is not finite is the worst that there is.
+    """
     start, last = history.last(StartEvent), history.last(EvalEvent)
     usual = "accuracy" if history.evaluation("accuracy") else "val_loss"
     name = (start.monitor if start else None) or usual
-    curve = history.evaluation(name)
-    if last is None or curve is None:
+    if last is None:
         return name, False, ()
-    return name, last.higher_is_better.get(name.rpartition("/")[2], False), curve.values
+    higher_is_better = last.higher_is_better.get(name.rpartition("/")[2], False)
+    worst = -math.inf if higher_is_better else math.inf
+    values = [_value(event, name, history) for event in history.all(EvalEvent)]
+    compared_by = [value if math.isfinite(value) else worst for value in values if value is not None]
+    return name, higher_is_better, compared_by
+
+
+def _value(event: EvalEvent, name: str, history: EventHistory) -> float | None:
+    """The metric in one evaluation, by its name in the first set or by SET/METRIC; None if it has none."""
+    key = name if name in history.evaluations or not history.sets else f"{history.sets[0]}/{name}"
+    prefix = "" if event.set is None else f"{event.set}/"
+    metrics = {"val_loss": event.val_loss, **event.metrics}
+    return next((value for each, value in metrics.items() if prefix + each == key), None)
 
 
 class Pruner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 
 from launcher.errors import ConfigError
 from launcher.report.event_history import HistoryReader
+from launcher.run_dir.atomic import json_line
 from launcher.run_dir.records import METRICS
 from launcher.sweep.asha import Pruner, compared
 from launcher.sweep.state import JobState, SweepJob
@@ -26,7 +27,7 @@ def evaluation(step: int, **fields: object) -> dict[str, object]:
 def write(directory: Path, *events: dict[str, object], end: str = "\n") -> None:
     directory.mkdir(exist_ok=True)
     with open(directory / METRICS, "a") as file:
-        file.write("\n".join(map(json.dumps, events)) + end)
+        file.write("\n".join(json_line(event).decode().strip() for event in events) + end)
 
 
 def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str = "val_loss") -> list[int]:
@@ -42,6 +43,15 @@ def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str 
 def test_the_best_third_of_those_that_came_as_far_continues(tmp_path: Path) -> None:
     """Of fewer than three the best: a job cannot wait for others."""
     assert verdicts(tmp_path, 0.9, 0.8, 0.7, 0.75, 0.6, 0.65, 0.68) == [3, 6]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_the_worst_and_counts_as_an_evaluation(
+    tmp_path: Path, bad: float
+) -> None:
+    assert verdicts(tmp_path, 0.9, bad, 0.8, bad) == [1, 3]
+    write(tmp_path / "job", START, *(evaluation(5, accuracy=value) for value in (bad, 0.5)))
+    assert compared(HistoryReader(tmp_path / "job").poll()) == ("accuracy", True, [-math.inf, 0.5])
 
 
 def test_a_verdict_is_given_once_at_each_rung(tmp_path: Path) -> None:
