@@ -81,8 +81,8 @@ REMOVED_KEYS: dict[str, str] = {
     "train.cuda_graph": "Steps run without CUDA graphs; train.compile=true launches fewer kernels.",
     "wire.sum": "Gradients are summed in ddp.gradient_dtype; ddp.shard_optimizer=true sums in fp32.",
     "launch.hosts": "Rank 0 reads checkpoints for all machines, which need no shared disk; leave it out.",
-    "sweep.stop.hours": "timeout 8h scripts/run -m ... stops a sweep, and the same command continues it.",
-    "sweep.stop.gpu_hours": "timeout 8h scripts/run -m ... stops a sweep, and the same command continues it.",
+    "sweep.stop.hours": "timeout 8h scripts/run -m ... stops a sweep, -m sweep.resume=DIR continues it.",
+    "sweep.stop.gpu_hours": "timeout 8h scripts/run -m ... stops a sweep, -m sweep.resume=DIR continues it.",
     "tracker.artifacts": "wandb artifact put uploads the folder of a checkpoint, in checkpoints/ of the run.",
 }
 RENAMED_KEYS: dict[str, str] = {

@@ -55,7 +55,7 @@ def compose_jobs(request: Request) -> list[Config]:
     if request.multirun and not refused and (problems := [*sweep_problems(space, name)]):
         raise ConfigError(texts.summary(problems))  # there may be a million jobs
     if name == GRID and space.size <= MOST_JOBS:
-        others = list(space.grid())[1:]
+        others = space.grid()[1:]
     jobs += [compose_job(job, composer, "recipe" in refused) for job in others]
     return configs_of(jobs, [*itertools.chain(*refused.values())])
 

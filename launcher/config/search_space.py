@@ -120,9 +120,10 @@ class Space:
         left = iter(values)
         return tuple(item if isinstance(item, str) else f"{item.key}={next(left)}" for item in self.items)
 
-    def grid(self) -> Iterator[tuple[str, ...]]:
-        """The overrides of all combinations, the last key fastest as in Hydra. Without intervals."""
-        return map(self.at, itertools.product(*(each.ends for each in self.dimensions)))
+    def grid(self) -> list[tuple[str, ...]]:
+        """The overrides of all combinations, each once, the last key fastest as in Hydra. No intervals."""
+        combinations = itertools.product(*(each.ends for each in self.dimensions))
+        return [*dict.fromkeys(map(self.at, combinations))]
 
     def samples(self) -> Iterator[tuple[str, ...]]:
         """Jobs that have each choice, and both ends of each interval, at least once."""

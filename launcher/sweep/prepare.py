@@ -30,7 +30,8 @@ from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environm
 ROOT = Path("multirun")
 RESUME = "sweep.resume"
 AUTO, NEVER = "auto", "never"
-# Sections that do not change what a job learns; overrides of others are those of one sweep.
+# Sections that do not change what a job learns; overrides of others are those of one sweep, as is the kind of
+# search (sweep=NAME).
 NO_RESULT = ("hydra", "sweep", "run", "tracker", "telemetry", "checkpoint", "recipes", "launch")
 SHOWN = 5  # differences in an error
 NAME_LENGTH = 100  # characters of a job's folder: file systems allow 255 bytes, a terminal shows this many
@@ -142,7 +143,11 @@ def _record(request: Request, directory: Path, jobs: Sequence[SweepJob], resume:
 def refuse_another_sweep(record: SweepState, directory: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError unless the sweep in this directory has these overrides, but for `NO_RESULT`."""
     there, here = (
-        {line for line in lines if re.split("[.=]", line, maxsplit=1)[0] not in NO_RESULT}
+        {
+            line
+            for line in lines
+            if line.startswith("sweep=") or re.split("[.=]", line, maxsplit=1)[0] not in NO_RESULT
+        }
         for lines in (record.overrides, overrides)
     )
     found = [f"{line} is there and not here" for line in sorted(there - here)]

@@ -37,6 +37,11 @@ def test_hydras_syntax_becomes_a_dimension(line: str, expected: object) -> None:
     assert space("b=1", line).dimensions == [expected]
 
 
+def test_equal_jobs_of_a_grid_are_one() -> None:
+    found = space("a=1,2,1")
+    assert found.grid() == [("a=1",), ("a=2",)]
+
+
 def test_the_grid_is_hydras_product() -> None:
     found = space("a=1,2", "c=x", "b=u,v")
     assert list(found.grid()) == [

@@ -73,6 +73,9 @@ def test_a_sweep_continues_with_the_overrides_that_change_a_result(tmp_path) -> 
     refuse_another_sweep(record, tmp_path, ("recipe=cnn", "seed=0,1", "tracker=wandb", "launch.nproc=2"))
     with pytest.raises(ConfigError, match=r"seed=0,1 is there and not here; optim\.lr=1 is here"):
         refuse_another_sweep(record, tmp_path, ("recipe=cnn", "optim.lr=1"))
+    same = ("recipe=cnn", "seed=0,1", "sweep.parallel=2")
+    with pytest.raises(ConfigError, match=r"sweep=random is here and not there"):
+        refuse_another_sweep(record, tmp_path, (*same, "sweep=random"))
 
 
 def test_a_job_that_is_run_by_itself_is_recorded_in_the_sweep_unless_that_runs(tmp_path) -> None:
