@@ -41,7 +41,7 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
                 f"this process may use. Ask for at most {num_gpus}, or hide them with CUDA_VISIBLE_DEVICES= "
                 "to train on the CPU."
             )
-        return wish.nproc
+        return wish.nproc if wish.nproc > 1 or wish.max_restarts > 0 else None
     if not num_gpus and (workers_of_script := os.environ.get(CPU_WORKERS)):
         return int(workers_of_script)
     return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None

@@ -197,7 +197,9 @@ def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
         (wish(), 4, 4),
         (wish(max_restarts=2), 0, 1),
         (wish(max_restarts=2), 1, 1),
-        (wish(1), 0, 1),
+        (wish(1), 0, None),
+        (wish(1), 2, None),
+        (wish(1, max_restarts=2), 2, 1),
         (wish(3), 0, 3),
         (wish(2), 4, 2),
     ],
@@ -208,7 +210,7 @@ def test_the_number_of_workers(asked, gpus, expected, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nproc", "expected"), [(0, "auto", 2), (0, 1, 1), (1, "auto", None), (2, "auto", 2)]
+    ("gpus", "nproc", "expected"), [(0, "auto", 2), (0, 1, None), (1, "auto", None), (2, "auto", 2)]
 )
 def test_the_script_asks_for_two_workers_where_there_is_no_gpu(monkeypatch, gpus, nproc, expected) -> None:
     monkeypatch.setenv(worker_count.CPU_WORKERS, "2")
