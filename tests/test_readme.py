@@ -27,7 +27,17 @@ from tests.forked import launch_forked
 from tests.meta_device import MetaDevice
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "launcher", "launcher/engine", "launcher/telemetry", "recipes", "conf", "scripts", "tests")
+FOLDERS = (
+    "",
+    "launcher",
+    "launcher/engine",
+    "launcher/telemetry",
+    "launcher/trainer",
+    "recipes",
+    "conf",
+    "scripts",
+    "tests",
+)
 PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORT = ["train.max_steps=2", "tracker=none"]
 LAUNCH = re.compile(r"scripts/run|-m launcher")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 EVERY_S, EVERY_LINE_S = 1.0, 10.0  # on a terminal; elsewhere, where each look is a line
 
+SHORTEST_S = 0.05
+
 
 def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     """watch RUN [--every SECONDS]: follows a run or a sweep until it ends
@@ -50,7 +52,7 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     live = sys.stdout.isatty() and find_spec("rich") is not None
     if sys.stdout.isatty() and not live:
         print(f"a line every {EVERY_LINE_S:g} s; for a live view: {install_line('rich')}")
-    every_s = arguments.flags.get("--every", EVERY_S if live else EVERY_LINE_S)
+    every_s = max(SHORTEST_S, arguments.flags.get("--every", EVERY_S if live else EVERY_LINE_S))
     try:
         source = SweepView(directory) if is_sweep(directory) else RunView(directory)
         source.poll()

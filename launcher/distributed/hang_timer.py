@@ -272,8 +272,8 @@ class HangTimer:
             writer.start()
             writer.join(LEAVE_S)
         for child in multiprocessing.active_children():
-            # os._exit runs no exit handlers, which would end the loader processes.
-            child.terminate()
+            # os._exit runs no exit handlers, which would end the loader processes. They ignore SIGTERM.
+            child.kill()
         os._exit(exit_code)
 
     def _write_end(self, failure: Failure) -> None:

@@ -85,8 +85,8 @@ def worker_main(work: WorkerSpec, environ: Mapping[str, str], micro_batch: int |
         record = exit_record(launch.rank)
     work.heartbeats.exit_records.write(record)
     for loader in multiprocessing.active_children():
-        # os._exit runs no exit handlers, which would end the loader processes.
-        loader.terminate()
+        # os._exit runs no exit handlers, which would end the loader processes. They ignore SIGTERM.
+        loader.kill()
     flush()
     os._exit(record.exit_code)
 

@@ -55,7 +55,8 @@ def open_telemetry(
         run = _tracked_run(config, name, run_id, environ)
         make_tracker: Callable[[], Tracker] = partial(make, name)
         if name != "wandb":
-            telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
+            where = f" in {run.directory}" if name == "tensorboard" else ""  # others may write elsewhere
+            telemetry.decision("tracker", name + where, mode=name)
         else:
             mode = _wandb_mode(telemetry, config, run, environ)
             if mode == "none":

@@ -48,7 +48,8 @@ def visible_gpus(nvml: ModuleType) -> list[Gpu]:
     every, names = list(_all_gpus(nvml)), os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return every
-    return [gpu for gpu in every if {str(gpu.index), gpu.uuid} & set(names.split(","))]
+    shown = {name.strip() for name in names.split(",")}
+    return [gpu for gpu in every if {str(gpu.index), gpu.uuid} & shown]
 
 
 def _bare(uuid: str) -> str:

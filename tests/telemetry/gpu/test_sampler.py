@@ -70,7 +70,7 @@ def test_the_gpus_of_ranks_on_other_nodes_are_not_measured(sample) -> None:
 @pytest.mark.parametrize(
     ("visible", "uuids", "indices"),
     [
-        ("1", (None, None), [1]),
+        (" 1, 2", (None, None), [1]),
         pytest.param(SECOND, (None,), [1], marks=pytest.mark.slow),
         pytest.param(None, (None,), [0, 1], marks=pytest.mark.slow),
         ("1,0", (SECOND.removeprefix("GPU-"), FIRST.removeprefix("GPU-")), [1, 0]),

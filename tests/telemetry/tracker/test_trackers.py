@@ -12,6 +12,7 @@ import pytest
 from launcher.cli import main
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
+from launcher.telemetry.event_log import read_events
 from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, RunInfo, Table, Text, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_unknown
 from tests.configs import composed
@@ -80,6 +81,9 @@ def test_the_tracker_of_the_readme_runs_beside_the_others(tmp_path: Path) -> Non
     done = launch_forked(tmp_path, [*words, names, "train.log_every_steps=1"], HOME=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stdout
+    events = read_events(tmp_path / "run" / "metrics.jsonl")
+    found = [each["text"] for each in events if each["event"] == "decision" and each["topic"] == "tracker"]
+    assert found[:2] == ["csv", f"tensorboard in {tmp_path}/run/trackers/tensorboard"]
     with (tmp_path / "run" / "trackers" / "csv" / "values.csv").open() as file:
         lines = list(csv.reader(file))
     assert [step for step, name, _ in lines if name == "train/loss"] == ["1", "2"]
