@@ -214,7 +214,7 @@ REFUSED = [
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
     (["seed=0,1", "hydra/launcher=submitit_slurm"], "sweep.launcher=slurm runs jobs on Slurm"),
-    (["seed=0,1", "hydra/sweeper=optuna"], "sweep=random or sweep=tpe"),
+    (["seed=0,1", "hydra/sweeper=optuna"], "sweep=random and sweep=tpe"),
     (["seed=0,1,2,3,x"], "seed=x: must be a whole number"),
 ]
 
