@@ -247,6 +247,10 @@ def loader_processes() -> Iterator[None]:
         finally:
             while _pools:
                 _pools.pop().close()
+            # Of a loader that was not whole yet: they ignore SIGTERM, and an exit of Python waits for them.
+            for child in multiprocessing.active_children():
+                if child.daemon:
+                    child.kill()
             config.pop("tempdir", None)
 
 
