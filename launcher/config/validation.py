@@ -84,8 +84,15 @@ def key_problems(values: Mapping[str, Any], kinds: Mapping[str, object], prefix:
 
 def relation_problems(config: Config) -> Iterator[str]:
     """One line for each rule about several keys that the config breaks. Those of the engine are its own."""
-    precision, train, data, model = config.precision, config.train, config.data, config.model
-    sync_bn, compiles = "model.sync_bn=true", f"train.compile={show(train.compile)}"
+    yield from _arithmetic_problems(config)
+    yield from _batch_problems(config)
+    yield from _evaluation_problems(config)
+
+
+def _arithmetic_problems(config: Config) -> Iterator[str]:
+    """The broken rules about precision, optimizer, weights and compilation."""
+    precision, train, model = config.precision, config.train, config.model
+    compiles = f"train.compile={show(train.compile)}"
     scale, optim = precision.loss_scale, config.optim
     if not scale.min_scale <= scale.init_scale <= scale.max_scale:
         yield (
@@ -108,7 +115,7 @@ def relation_problems(config: Config) -> Iterator[str]:
             "they recompute."
         )
     if train.compile and model.sync_bn:
-        yield f"{sync_bn}: excludes {compiles}, because its collectives cannot be compiled."
+        yield f"model.sync_bn=true: excludes {compiles}, because its collectives cannot be compiled."
     for key in ("fp32_modules", "fp32_fallback"):
         if train.compile and (value := getattr(precision, key)):
             yield (
@@ -120,17 +127,22 @@ def relation_problems(config: Config) -> Iterator[str]:
             f"precision.outlier_window={precision.outlier_window}: is the window of precision.skip_outliers, "
             "which is null: nothing is skipped. Give the number of deviations: precision.skip_outliers=6."
         )
-    if model.sync_bn and data.micro_batch_size == "auto":
+
+
+def _batch_problems(config: Config) -> Iterator[str]:
+    """The broken rules about micro-batches and the ranks' shares of a batch."""
+    data, sync_bn = config.data, "model.sync_bn=true"
+    if config.model.sync_bn and data.micro_batch_size == "auto":
         yield (
             f"{sync_bn}: excludes data.micro_batch_size=auto, because a rank that runs out of memory in a "
             "trial would leave the others waiting in the batch norms. Give data.micro_batch_size a number."
         )
-    if data.share == "auto" and model.sync_bn:
+    if data.share == "auto" and config.model.sync_bn:
         yield (
             f"data.share=auto: excludes {sync_bn}, because ranks with other shares make another number of "
             "forward passes, each of which waits for the others. Use data.share=equal."
         )
-    if data.share == "auto" and train.deterministic:
+    if data.share == "auto" and config.train.deterministic:
         yield (
             "data.share=auto: excludes train.deterministic=true, because measured times decide which samples "
             "a rank adds up. Give fixed shares, such as data.share=[0.75,0.25]."
@@ -140,6 +152,11 @@ def relation_problems(config: Config) -> Iterator[str]:
             f"data.share={show(data.share)}: must be the samples of each rank, whole numbers that sum to "
             f"data.batch_size={data.batch_size}, or fractions that sum to 1."
         )
+
+
+def _evaluation_problems(config: Config) -> Iterator[str]:
+    """The broken rules about what evaluations decide."""
+    data, train = config.data, config.train
     plateau, schedule = config.reduce_lr_on_plateau.factor, config.schedule
     if plateau is not None and (schedule.name != "constant" or schedule.warmup_fraction > 0):
         yield (
