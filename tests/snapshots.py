@@ -13,17 +13,14 @@ from torch import Tensor
 
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
 from launcher.checkpoint.run_state import (
-    Identity,
     MonitoredMetric,
     RunExtras,
     Snapshot,
     TrainProgress,
-    begin_snapshot,
 )
 from launcher.checkpoint.storage import publish
 from launcher.checkpoint.tensors import write_bytes
-from launcher.distributed.env import WorkerEnv
-from launcher.engine import AverageState, Stepper
+from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 
 IDENTITY = {
@@ -84,20 +81,6 @@ def snapshot(
         extra=RunExtras({"evaluation": {"best": float("inf")}}, evaluated=True, settings={"seed": "0"}),
     )
     return replace(made, **changes)
-
-
-def take(
-    stepper: Stepper,
-    env: WorkerEnv,
-    identity: Identity,
-    progress: TrainProgress,
-    **more: Any,
-) -> Snapshot | None:
-    """The state of a run in memory of its own. A collective."""
-    metric, extra = more.pop("metric", None), more.pop("extra", RunExtras())
-    pending = begin_snapshot(stepper, more.pop("average", None), env)
-    assert not more
-    return None if pending is None else pending.finish(identity, progress, metric, extra)
 
 
 def publish_steps(directory: Path, *steps: int) -> list[Path]:

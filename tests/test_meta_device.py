@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from launcher import worker
-from launcher.checkpoint.run_state import Snapshot, TrainProgress, identity_of
+from launcher.checkpoint.run_state import Snapshot, TrainProgress, identity_of, take_snapshot
 from launcher.checkpoint.storage import load
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
@@ -32,7 +32,6 @@ from launcher.trainer.builders import build
 from tests.configs import composed
 from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net
-from tests.snapshots import take
 
 POLICIES = ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
 WIRES = [None, DDPOptions(), DDPOptions(shard_optimizer=True)]
@@ -133,7 +132,7 @@ def test_nothing_of_a_snapshot_stays_on_the_device(policy, ddp) -> None:
         stepper = stepper_of(policy, group, ddp, 1)
         env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
         identity = identity_of(composed(), stepper.model, 100)
-        snapshot = take(stepper, env, identity, TrainProgress(0, 1, 8))
+        snapshot = take_snapshot(stepper, env, identity, TrainProgress(0, 1, 8))
     assert isinstance(snapshot, Snapshot)
     found = tensors_in(snapshot)
     assert len(found) > 20

@@ -6,7 +6,6 @@ checkpoint is due, and what a failure means for the run, belongs to the caller.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from launcher.checkpoint import catalog, run_state
@@ -63,11 +62,12 @@ class Checkpointer:
 
         Waits for the checkpoint before this one, and returns its result, unless it was returned before.
         """
-
         previous = self._writer.wait()  # first: host memory never holds two snapshots
-        pending = run_state.begin_snapshot(self._stepper, self._average, self._env)
-        if pending is not None:
-            self._writer.start(partial(pending.finish, self._identity, progress, metric, extra))
+        snapshot = run_state.take_snapshot(
+            self._stepper, self._env, self._identity, progress, self._average, metric, extra
+        )
+        if snapshot is not None:
+            self._writer.start(snapshot)
         return previous
 
     def poll(self) -> SaveResult | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.host_memory import HostCopies
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import RANK0, WorkerEnv
@@ -122,83 +121,57 @@ class Snapshot:
     average_buffers: dict[str, Tensor] = field(default_factory=dict)  # [world_size, ...], those of each rank
 
 
-@dataclass(frozen=True)
-class PendingSnapshot:
-    """The tensors of a run after a step, whose copies the device may still be making."""
+def take_snapshot(
+    stepper: Stepper,
+    env: WorkerEnv,
+    identity: Identity,
+    progress: TrainProgress,
+    average: ExponentialMovingAverage | None = None,
+    metric: MonitoredMetric | None = None,
+    extra: RunExtras | None = None,
+) -> Snapshot | None:
+    """Copy the state of the run between two steps. A collective: None on all ranks but rank 0.
 
-    copies: HostCopies
-    engine: EngineState  # without buffers, as is the average
-    average: AverageState | None
-    names: dict[str, str]
-    world_size: int
-    buffers: dict[str, Tensor]  # of all ranks
-    average_buffers: dict[str, Tensor]
-
-    def finish(
-        self,
-        identity: Identity,
-        progress: TrainProgress,
-        metric: MonitoredMetric | None,
-        extra: RunExtras,
-    ) -> Snapshot:
-        """Wait for the copies, on whichever thread, and return the whole state of the run.
-
-        Its buffers are those that a run on any number of ranks starts from.
-        """
-        self.copies.wait()
-        average = self.average
-        return Snapshot(
-            engine=replace(self.engine, buffers=_of_all(self.buffers)),
-            progress=progress,
-            identity=identity,
-            world_size=self.world_size,
-            names=self.names,
-            rank_buffers={name: each for name, each in self.buffers.items() if not _equal_on_ranks(each)},
-            metric=metric,
-            extra=extra,
-            average=None if average is None else replace(average, buffers=_of_all(self.average_buffers)),
-            average_buffers=self.average_buffers,
-        )
-
-
-def _of_all(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: mean_over_ranks(name, each) for name, each in rows.items()}
-
-
-def begin_snapshot(
-    stepper: Stepper, average: ExponentialMovingAverage | None, env: WorkerEnv
-) -> PendingSnapshot | None:
-    """Begin to copy the run's state between steps. A collective: None on all ranks but rank 0.
-
-    Training may continue at once: on the device, its next update waits for the copies.
+    Its buffers are those that a run on any number of ranks starts from.
     """
-    state = stepper.state(RANK0)
+    engine = stepper.state(RANK0)
     averages = None if average is None else average.state(RANK0)
     # After all other work: these gathers are collectives, which wait for the slowest rank.
-    buffers = _gathered(state.buffers, env)
+    buffers = _gathered(engine.buffers, env)
     average_buffers = {} if averages is None else _gathered(averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_rank0:
         return None
-    copies = HostCopies(stepper.device)
-    pending = PendingSnapshot(
-        copies,
-        replace(
-            state,
-            weights=copies.copy(state.weights),
-            optimizer=copies.copy(state.optimizer),
-            buffers={},
-            counters=dict(state.counters),
+    if averages is not None:
+        counters, of_all = dict(averages.counters), _of_all(average_buffers)
+        averages = AverageState(_copied(averages.weights), of_all, counters)
+    return Snapshot(
+        engine=replace(
+            engine,
+            weights=_copied(engine.weights),
+            optimizer=_copied(engine.optimizer),
+            buffers=_of_all(buffers),
+            counters=dict(engine.counters),
         ),
-        averages and AverageState(copies.copy(averages.weights), {}, dict(averages.counters)),
-        _state_dict_names(stepper.model),
-        env.world_size,
-        buffers,
-        average_buffers,
+        progress=progress,
+        identity=identity,
+        world_size=env.world_size,
+        names=_state_dict_names(stepper.model),
+        rank_buffers={name: rows for name, rows in buffers.items() if not _equal_on_ranks(rows)},
+        metric=metric,
+        extra=extra or RunExtras(),
+        average=averages,
+        average_buffers=average_buffers,
     )
-    if copies.ready is not None:
-        stepper.hold_update(copies.ready)
-    return pending
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory of their own, which later steps do not change."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _of_all(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mean_over_ranks(name, each) for name, each in rows.items()}
 
 
 def restore(

@@ -27,10 +27,9 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +38,7 @@ from torch import nn
 from launcher.checkpoint import run_state, storage
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.catalog import newest_intact
-from launcher.checkpoint.run_state import RunExtras, Snapshot, TrainProgress
+from launcher.checkpoint.run_state import Snapshot, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.os.allocator import tune_malloc
@@ -89,11 +88,11 @@ class Job:
         self.stepper.step().read()
         self.steps += 1
 
-    def begin_snapshot(self) -> Callable[[], Snapshot]:
+    def snapshot(self) -> Snapshot:
         progress = TrainProgress(0, self.steps, self.steps)
-        pending = run_state.begin_snapshot(self.stepper, None, self.env)
-        assert pending is not None
-        return partial(pending.finish, self.identity, progress, None, RunExtras())
+        taken = run_state.take_snapshot(self.stepper, self.env, self.identity, progress)
+        assert taken is not None
+        return taken
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class Files:
         self.job = Job(model, "state", torch.randn(1, side))
         self.job.labels = torch.zeros(1, dtype=torch.int64)
         self.job.step()
-        self.snapshot = self.job.begin_snapshot()()
+        self.snapshot = self.job.snapshot()
         self.directory, self.source, self.target = directory / "own", directory / "source", directory / "copy"
         self.write()
         (self.path,) = self.directory.iterdir()
@@ -296,7 +295,7 @@ def host_memory_over_size(job: Job, directory: Path) -> float:
     """Of the first checkpoint of a run, without concurrent steps, which allocate memory too."""
     job.step()
     with closing(AsyncCheckpointWriter(directory, keep=1)) as writer, Peak() as peak:
-        writer.start(job.begin_snapshot())
+        writer.start(job.snapshot())
         report = writer.wait()
     assert report is not None
     return peak.bytes / report.size_bytes

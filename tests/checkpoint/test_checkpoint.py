@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from launcher.checkpoint.run_state import (
     TrainProgress,
     identity_of,
     restore,
+    take_snapshot,
 )
 from launcher.checkpoint.storage import load, publish
 from launcher.checkpoint.tensors import Pause, write_tensors
@@ -42,7 +42,7 @@ from launcher.trainer.replica_consistency import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import Odd, conv_net, features
-from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot, take
+from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 
 def taken(stepper: Stepper, step: int) -> Snapshot:
     identity = identity_of(composed(), stepper.model, 100)
-    found = take(stepper, ALONE, identity, TrainProgress(0, step, 4 * step))
+    found = take_snapshot(stepper, ALONE, identity, TrainProgress(0, step, 4 * step))
     assert found is not None
     return found
 
@@ -291,7 +291,7 @@ def test_the_best_is_that_which_the_run_names_and_is_kept(tmp_path: Path) -> Non
     with closing(AsyncCheckpointWriter(tmp_path, keep=1)) as writer:
         for step, best in bests.items():
             writer.wait()
-            writer.start(partial(with_best, step, best))
+            writer.start(with_best(step, best))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
     assert best_intact(tmp_path) == tmp_path / "step-00000004"
 
@@ -357,7 +357,7 @@ def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
     monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
     with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
-        writer.start(partial(snapshot, 1, num_values=10**6))  # 4 MB: the first pause takes minutes
+        writer.start(snapshot(1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
             time.sleep(0.001)
         assert writer.poll() is None
@@ -387,7 +387,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
     with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
-        writer.start(partial(snapshot, 1))
+        writer.start(snapshot(1))
         assert started.wait(10)
         assert writer.poll() is None  # the training continues meanwhile
         assert not list(tmp_path.iterdir())
@@ -395,7 +395,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
         first = writer.wait()
         assert first is not None
         assert (tmp_path / "step-00000001").exists()
-        writer.start(partial(snapshot, 2))
+        writer.start(snapshot(2))
         assert (first.step, first.error) == (1, None)
         second = writer.wait()
         assert second is not None
@@ -406,7 +406,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
 def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
     with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
-        writer.start(partial(snapshot, 1))
+        writer.start(snapshot(1))
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
 
 

@@ -19,6 +19,7 @@ from launcher.checkpoint.run_state import (
     Snapshot,
     TrainProgress,
     identity_of,
+    take_snapshot,
 )
 from launcher.checkpoint.storage import publish
 from launcher.distributed.env import WorkerEnv
@@ -28,7 +29,7 @@ from tests.configs import composed
 from tests.engine.observe import train
 from tests.faults.saving import outcome_of
 from tests.models import Odd, conv_net, features
-from tests.snapshots import comparable, publish_steps, snapshot, take
+from tests.snapshots import comparable, publish_steps, snapshot
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 
@@ -47,12 +48,8 @@ def trained(name: str) -> Snapshot:
     stepper = Stepper(build(), AdamW(0.01))
     for step in range(3):
         train(stepper, *features(8, step, shape))
-    made = take(
-        stepper,
-        ALONE,
-        identity_of(composed(), stepper.model, 9),
-        TrainProgress(0, 3, 24),
-    )
+    identity = identity_of(composed(), stepper.model, 9)
+    made = take_snapshot(stepper, ALONE, identity, TrainProgress(0, 3, 24))
     assert made is not None
     return made
 

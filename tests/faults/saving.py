@@ -10,7 +10,6 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def save_for_ever(pipe: Connection, directory: Path) -> None:
     with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         for step in range(1, 10_000):
             report = writer.wait()
-            writer.start(partial(snapshot, step, num_values=20_000))
+            writer.start(snapshot(step, num_values=20_000))
             if report is not None:
                 pipe.send(report.step if report.error is None else str(report.error))
 
@@ -72,7 +71,7 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
         return
     with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
-            writer.start(partial(snapshot, step, num_values=num_values))
+            writer.start(snapshot(step, num_values=num_values))
             _tell(pipe, writer.wait())
     found = newest_intact(directory)
     pipe.send((found.path and found.path.name, sorted(path.name for path in directory.iterdir())))
@@ -84,7 +83,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
     from tests.snapshots import snapshot
 
     with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        writer.start(partial(snapshot, 1))
+        writer.start(snapshot(1))
         _tell(pipe, writer.wait())
         try:
             mount_alone(bytes(directory), directory, None, MS_BIND, None)
@@ -93,7 +92,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
             pipe.send(f"cannot mount: {error}")
             return
     with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        writer.start(partial(snapshot, 2))
+        writer.start(snapshot(2))
         _tell(pipe, writer.wait())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint.run_state import RunExtras, TrainProgress, begin_snapshot, identity_of
+from launcher.checkpoint.run_state import TrainProgress, identity_of, take_snapshot
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
@@ -178,19 +178,17 @@ def test_channels_last_is_kept_in_weights_gradients_and_activations(device, name
 
 
 def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
-    """The copies run beside the next steps, whose updates wait for them."""
     env = WorkerEnv(0, 1, 0, 1, device, None)
     stepper = trained(stepper_of(device, Policy.fp16()), device)
     identity = identity_of(composed(), stepper.model, 100)
     for start in (10, 20):
         expected = state_on_host(stepper)
-        pending = begin_snapshot(stepper, None, env)
-        assert pending is not None
+        snapshot = take_snapshot(stepper, env, identity, TrainProgress(0, 6, 6))
+        assert snapshot is not None
         for step in range(start, start + 4):
             forward_backward(stepper, *batch_of(device, step))
             stepper.step()
-        progress = TrainProgress(0, 6, 6)
-        engine = pending.finish(identity, progress, None, RunExtras()).engine
+        engine = snapshot.engine
         tensors = [*engine.weights.values(), *engine.optimizer.values(), *engine.buffers.values()]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         assert [tensor.double().flatten().tolist() for tensor in tensors] == expected

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.checkpoint.run_state import RunExtras, TrainProgress, begin_snapshot, identity_of
+from launcher.checkpoint.run_state import TrainProgress, identity_of, take_snapshot
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replica_consistency import ema_sha256, weights_sha256
@@ -118,10 +118,9 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     identity, progress = identity_of(composed(), stepper.model, 100), TrainProgress(0, 3, 24)
     for _ in range(2):
         present = stepper.state()
-        pending = begin_snapshot(stepper, average, env)
-        assert (pending is None) == (env.rank != RANK0)
-        if pending is not None:
-            snapshot = pending.finish(identity, progress, None, RunExtras())
+        snapshot = take_snapshot(stepper, env, identity, progress, average)
+        assert (snapshot is None) == (env.rank != RANK0)
+        if snapshot is not None:
             for part in ("weights", "optimizer"):
                 values = getattr(present, part)
                 saved = getattr(snapshot.engine, part)
