@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from launcher.checkpoint.manifest import MANIFEST, step_name, verify
 from launcher.checkpoint.run_state import Identity, Snapshot, refuse_other
 from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
-    CheckpointFiles,
     quarantine,
     read_files,
     read_state,
@@ -143,7 +144,7 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: Identity
     has an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or format,
     StorageError where the requested one is not intact.
     """
-    read: list[CheckpointFiles] = []  # on rank 0
+    read: dict[str, Tensor] = {}  # on rank 0
 
     def chosen() -> bytes:
         what = f"the checkpoints in {directory} or of checkpoint.resume={resume_from} cannot be read"
@@ -151,17 +152,17 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: Identity
             found = _choose(directory, resume_from)
             if found.path is None:
                 return json.dumps([None, found.damaged, None, False]).encode()
-            read.append(read_files(found.path))
+            state, tensors = read_files(found.path)
+            read.update(tensors)
         elsewhere = found.path.parent.resolve() != directory.resolve()
-        return json.dumps([str(found.path.absolute()), found.damaged, read[0][0], elsewhere]).encode()
+        return json.dumps([str(found.path.absolute()), found.damaged, state, elsewhere]).encode()
 
     path, damaged, state, elsewhere = json.loads(from_rank0(env, chosen))
     found = ResumeChoice(None if path is None else Path(path), damaged)
     if found.path is not None:
-        model_tensors = broadcast_tensors(env, read[0][1] if read else None)
-        resume_tensors = broadcast_tensors(env, read[0][2] if read else None)
+        tensors = broadcast_tensors(env, read)
         with raise_on_all_ranks(env):
-            snapshot = snapshot_of((state, model_tensors, resume_tensors))
+            snapshot = snapshot_of(state, tensors)
             refuse_other(identity, snapshot.identity, str(found.path), as_start=elsewhere)
         found = replace(found, snapshot=snapshot)
     with raise_on_all_ranks(env):

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.checkpoint.tensors import FileDigest
 from launcher.errors import ConfigError
 
-FORMAT = 5
+FORMAT = 6
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"

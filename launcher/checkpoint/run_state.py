@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,7 @@ class BestEvaluation(MonitoredMetric):
 
 
 Identity = Mapping[str, str]  # what a resumed run must share, by name
+State = TypeVar("State", EngineState, AverageState)
 
 
 def identity_of(config: Config, model: nn.Module, num_samples: int) -> Identity:
@@ -118,7 +120,7 @@ class Snapshot:
     metric: MonitoredMetric | None = None  # None where these weights have not been evaluated
     extra: RunExtras = field(default_factory=RunExtras)
     average: AverageState | None = None  # of the weights; its buffers are averaged over the ranks
-    average_buffers: dict[str, Tensor] = field(default_factory=dict)  # [world_size, ...], those of each rank
+    average_buffers: dict[str, Tensor] = field(default_factory=dict)  # as rank_buffers
 
 
 def take_snapshot(
@@ -137,27 +139,26 @@ def take_snapshot(
     engine = stepper.state(RANK0)
     averages = None if average is None else average.state(RANK0)
     # After all other work: these gathers are collectives, which wait for the slowest rank.
-    buffers = _gathered(engine.buffers, env)
-    average_buffers = {} if averages is None else _gathered(averages.buffers, env)
+    buffers, rank_buffers = _gathered(engine.buffers, env)
+    of_average, average_buffers = _gathered({} if averages is None else averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_rank0:
         return None
     if averages is not None:
-        counters, of_all = dict(averages.counters), _of_all(average_buffers)
-        averages = AverageState(_copied(averages.weights), of_all, counters)
+        averages = AverageState(_copied(averages.weights), of_average, dict(averages.counters))
     return Snapshot(
         engine=replace(
             engine,
             weights=_copied(engine.weights),
             optimizer=_copied(engine.optimizer),
-            buffers=_of_all(buffers),
+            buffers=buffers,
             counters=dict(engine.counters),
         ),
         progress=progress,
         identity=identity,
         world_size=env.world_size,
         names=_state_dict_names(stepper.model),
-        rank_buffers={name: rows for name, rows in buffers.items() if not _equal_on_ranks(rows)},
+        rank_buffers=rank_buffers,
         metric=metric,
         extra=extra or RunExtras(),
         average=averages,
@@ -170,10 +171,6 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _of_all(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: mean_over_ranks(name, each) for name, each in rows.items()}
-
-
 def restore(
     stepper: Stepper, snapshot: Snapshot, env: WorkerEnv, average: ExponentialMovingAverage | None = None
 ) -> ScaleStart:
@@ -184,42 +181,41 @@ def restore(
     ranks for the state of another model or optimizer. On another number of ranks, all start with the same
     buffers.
     """
-    engine = snapshot.engine
+    engine, averages = snapshot.engine, snapshot.average
     if env.world_size == snapshot.world_size:
-        own = {name: rows[env.rank] for name, rows in snapshot.rank_buffers.items()}
-        engine = replace(engine, buffers=engine.buffers | own)
+        engine = _with_own(engine, snapshot.rank_buffers, env.rank)
+        averages = averages and _with_own(averages, snapshot.average_buffers, env.rank)
     try:
         scale = stepper.load(engine)
-        if average is not None:
-            _restore_average(average, snapshot, env)
+        if average is not None and averages is not None:
+            average.load(averages)
+        elif average is not None:
+            average.restart()
     except ValueError as error:
         raise ConfigError(f"the checkpoint of step {snapshot.progress.step} does not fit: {error}") from error
     return scale
 
 
-def _restore_average(average: ExponentialMovingAverage, snapshot: Snapshot, env: WorkerEnv) -> None:
-    """Raises ValueError for that of another model."""
-    if snapshot.average is None:
-        average.restart()
-        return
-    saved = snapshot.average
-    if env.world_size == snapshot.world_size:
-        saved = replace(
-            saved, buffers={name: rows[env.rank] for name, rows in snapshot.average_buffers.items()}
-        )
-    average.load(saved)
+def _with_own(state: State, by_rank: Mapping[str, Tensor], rank: int) -> State:
+    """The state with the buffers of this rank, where the ranks differed."""
+    return replace(state, buffers=state.buffers | {name: rows[rank] for name, rows in by_rank.items()})
 
 
-def _gathered(tensors: Mapping[str, Tensor], env: WorkerEnv) -> dict[str, Tensor]:
-    """All ranks' values on the host, [world_size, *shape] by name. A collective for each tensor."""
-    found = {}
+def _gathered(tensors: Mapping[str, Tensor], env: WorkerEnv) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The buffers of all ranks, on the host. A collective for each.
+
+    First those that any number of ranks starts from, then [world_size, *shape] of those that differ.
+    """
+    of_all, by_rank = {}, {}
     for name, tensor in tensors.items():
         # As bytes, because the collectives lack some dtypes; and they refuse an empty tensor.
         own = tensor.detach().to(env.device).contiguous().reshape(-1).view(torch.uint8)
         rows = gather(own, env.group) if own.numel() else [own] * env.world_size
-        values = torch.cat(rows).cpu().view(tensor.dtype)
-        found[name] = values.reshape(env.world_size, *tensor.shape)
-    return found
+        values = torch.cat(rows).cpu().view(tensor.dtype).reshape(env.world_size, *tensor.shape)
+        of_all[name] = mean_over_ranks(name, values)
+        if not _equal_on_ranks(values):
+            by_rank[name] = values
+    return of_all, by_rank
 
 
 def _equal_on_ranks(rows: Tensor) -> bool:

@@ -12,9 +12,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,7 @@ from launcher.checkpoint.manifest import (
     step_name,
     verify,
 )
-from launcher.checkpoint.run_state import (
-    MonitoredMetric,
-    RunExtras,
-    Snapshot,
-    TrainProgress,
-    mean_over_ranks,
-)
+from launcher.checkpoint.run_state import Snapshot
 from launcher.checkpoint.tensors import (
     Pause,
     mapped,
@@ -44,8 +38,6 @@ from launcher.checkpoint.tensors import (
     write_tensors,
 )
 from launcher.config.codec import decoded, encoded
-from launcher.engine import AverageState
-from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import failing_as_storage_error
 
@@ -58,7 +50,7 @@ DAMAGED = "damaged-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
 # Of the names in the second file, which holds what only a resume needs.
 OPTIMIZER_STATE, BY_RANK = "optimizer/", "buffer_by_rank/"
-AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
+AVERAGE, AVERAGE_BUFFER, AVERAGE_BY_RANK = "average/", "average_buffer/", "average_buffer_by_rank/"
 
 
 def publish(directory: Path, snapshot: Snapshot, pause: Pause = no_pause) -> Path:
@@ -94,19 +86,18 @@ def load(path: Path) -> Snapshot:
         raise StorageError(
             f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint with checkpoint.resume=PATH."
         )
-    return snapshot_of(read_files(path))
+    return snapshot_of(*read_files(path))
 
 
-# state.json, weights and buffers, and what only a resume needs: sent to other ranks, a Snapshot there.
-CheckpointFiles = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]
+def read_files(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """state.json and all tensors, mapped, of a verified checkpoint.
 
-
-def read_files(path: Path) -> CheckpointFiles:
-    """The files of a verified checkpoint, tensors mapped. Raises OSError; StorageError for other formats."""
+    Raises OSError; StorageError for other formats.
+    """
     from safetensors import SafetensorError
 
     try:
-        return read_state(path), mapped(path / WEIGHTS), mapped(path / OPTIMIZER)
+        return read_state(path), mapped(path / WEIGHTS) | mapped(path / OPTIMIZER)
     except (SafetensorError, ValueError) as error:
         text = f"{path} is no checkpoint: {error}. Only safetensors and JSON are read."
         raise StorageError(text) from error
@@ -139,11 +130,13 @@ def sync_directory(directory: Path) -> None:
 def _write_files(directory: Path, snapshot: Snapshot, pause: Pause) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
-    state = json.dumps(_state_values(snapshot), indent=1)
+    # Everything but the tensors, and the names of those in the first file.
+    state = encoded(_with_tensors(snapshot, {}, (), ()))
+    state |= {"weights": [*engine.weights], "buffers": [*engine.buffers]}
     files = {
         WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, pause),
         OPTIMIZER: write_tensors(directory / OPTIMIZER, _resume_tensors(snapshot), metadata, pause),
-        STATE: write_bytes(directory / STATE, state.encode()),
+        STATE: write_bytes(directory / STATE, json.dumps(state, indent=1).encode()),
     }
     # Last, because it lists the digests of the others.
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
@@ -157,60 +150,37 @@ def size_of_tensors(snapshot: Snapshot) -> int:
 
 def _resume_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
-    parts = {
-        OPTIMIZER_STATE: snapshot.engine.optimizer,
-        BY_RANK: snapshot.rank_buffers,
-        AVERAGE: {} if snapshot.average is None else snapshot.average.weights,
-        AVERAGE_BY_RANK: snapshot.average_buffers,
-    }
+    parts = {OPTIMIZER_STATE: snapshot.engine.optimizer, BY_RANK: snapshot.rank_buffers}
+    if average := snapshot.average:
+        parts |= {AVERAGE: average.weights, AVERAGE_BUFFER: average.buffers}
+        parts[AVERAGE_BY_RANK] = snapshot.average_buffers
     return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
 
-def _state_values(snapshot: Snapshot) -> dict[str, object]:
-    engine = snapshot.engine
-    return {
-        "progress": asdict(snapshot.progress),
-        "counters": engine.counters,
-        "scale_mode": engine.scale_mode,
-        "reference_count": engine.reference_count,
-        "outliers": engine.outliers,
-        "metric": None if snapshot.metric is None else asdict(snapshot.metric),
-        "identity": snapshot.identity,
-        "world_size": snapshot.world_size,
-        "names": snapshot.names,
-        "extra": encoded(snapshot.extra),
-        "weights": [*engine.weights],
-        "buffers": [*engine.buffers],
-        "average": None if snapshot.average is None else snapshot.average.counters,
-    }
+def snapshot_of(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Snapshot:
+    """The state of the run that the files of a checkpoint hold."""
+    return _with_tensors(decoded(Snapshot, state), tensors, state["weights"], state["buffers"])
 
 
-def snapshot_of(files: CheckpointFiles) -> Snapshot:
-    """The state of the run that the files hold."""
-    state, model_tensors, resume_tensors = files
-    average, average_buffers = None, _under(AVERAGE_BY_RANK, resume_tensors)
-    if state["average"] is not None:
-        of_all = {name: mean_over_ranks(name, rows) for name, rows in average_buffers.items()}
-        average = AverageState(_under(AVERAGE, resume_tensors), of_all, state["average"])
-    return Snapshot(
-        engine=EngineState(
-            weights={name: model_tensors[name] for name in state["weights"]},
-            optimizer=_under(OPTIMIZER_STATE, resume_tensors),
-            buffers={name: model_tensors[name] for name in state["buffers"]},
-            counters=state["counters"],
-            reference_count=state["reference_count"],
-            scale_mode=state["scale_mode"],
-            outliers=state["outliers"],
-        ),
-        progress=TrainProgress(**state["progress"]),
-        identity=state["identity"],
-        world_size=state["world_size"],
-        names=state["names"],
-        rank_buffers=_under(BY_RANK, resume_tensors),
-        average=average,
-        average_buffers=average_buffers,
-        metric=None if state["metric"] is None else MonitoredMetric(**state["metric"]),
-        extra=decoded(RunExtras, state["extra"]),
+def _with_tensors(
+    snapshot: Snapshot,
+    tensors: Mapping[str, Tensor],
+    weights: Sequence[str],
+    buffers: Sequence[str],
+) -> Snapshot:
+    """The snapshot with these tensors in place of its own; of the first file, those of the two lists."""
+    engine = replace(
+        snapshot.engine,
+        weights={name: tensors[name] for name in weights},
+        buffers={name: tensors[name] for name in buffers},
+        optimizer=_under(OPTIMIZER_STATE, tensors),
+    )
+    average = snapshot.average and replace(
+        snapshot.average, weights=_under(AVERAGE, tensors), buffers=_under(AVERAGE_BUFFER, tensors)
+    )
+    by_rank, averages_by_rank = _under(BY_RANK, tensors), _under(AVERAGE_BY_RANK, tensors)
+    return replace(
+        snapshot, engine=engine, average=average, rank_buffers=by_rank, average_buffers=averages_by_rank
     )
 
 

@@ -232,7 +232,7 @@ class Files:
     def resume(self) -> None:
         path = newest_intact(self.directory).path
         assert path is not None
-        run_state.restore(self.job.stepper, storage.snapshot_of(storage.read_files(path)), self.job.env)
+        run_state.restore(self.job.stepper, storage.snapshot_of(*storage.read_files(path)), self.job.env)
 
     def read_and_hash(self) -> None:
         """In one pass over the file, in memory that is touched."""

@@ -98,19 +98,24 @@ def test_the_files_of_this_format_are_read_and_written(tmp_path: Path) -> None:
         ),
         "state.json": json.dumps(
             {
-                "progress": {"epoch": 0, "step": 7, "samples": 70},
-                "counters": {
-                    "exponent": 16,
-                    "growth_tracker": 7,
-                    "hysteresis_tracker": 1,
-                    "applied_steps": 7,
-                    "skipped_steps": 2,
+                "engine": {
+                    "weights": {},
+                    "optimizer": {},
+                    "buffers": {},
+                    "counters": {
+                        "exponent": 16,
+                        "growth_tracker": 7,
+                        "hysteresis_tracker": 1,
+                        "applied_steps": 7,
+                        "skipped_steps": 2,
+                    },
+                    "scale_mode": "dynamic",
+                    "outliers": {"loss": [0.5, 7 / 3]},
+                    "reference_count": 4,
                 },
+                "progress": {"epoch": 0, "step": 7, "samples": 70},
                 "metric": {"name": "accuracy", "value": 0.5, "lower_is_better": False},
                 "identity": IDENTITY,
-                "scale_mode": "dynamic",
-                "outliers": {"loss": [0.5, 7 / 3]},
-                "reference_count": 4,
                 "world_size": 2,
                 "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
                 "extra": {
@@ -121,7 +126,8 @@ def test_the_files_of_this_format_are_read_and_written(tmp_path: Path) -> None:
                 },
                 "weights": ["fc.weight", "fc.bias"],
                 "buffers": ["norm.count"],
-                "average": None,
+                "rank_buffers": {},
+                "average_buffers": {},
             }
         ).encode(),
     }
@@ -131,7 +137,7 @@ def test_the_files_of_this_format_are_read_and_written(tmp_path: Path) -> None:
     for name, content in contents.items():
         (path / name).write_bytes(content)
         files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
-    text = json.dumps({"files": files, "format": 5, "step": 7}, sort_keys=True)
+    text = json.dumps({"files": files, "format": 6, "step": 7}, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     (path / "manifest.json").write_text(f'{{"content": {text}, "sha256": "{digest}"}}\n')
     assert same(load(path), made)
@@ -494,14 +500,14 @@ def test_the_identity_of_a_run_comes_from_its_config_and_model() -> None:
     assert identity | {"seed": "1"} == identity_of(composed("seed=1"), model, 1437)
 
 
-@pytest.mark.parametrize("number", [3, 6])
+@pytest.mark.parametrize("number", [3, 7])
 def test_another_format_is_refused_and_left_alone(tmp_path: Path, number) -> None:
     publish_steps(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / MANIFEST
     content = json.loads(manifest.read_bytes())["content"]
     changed = {**content, "format": number, "files": {"shards": "of another kind"}}
     manifest.write_bytes(manifest_text(changed))
-    with pytest.raises(ConfigError, match=f"format {number}; this version reads format 5"):
+    with pytest.raises(ConfigError, match=f"format {number}; this version reads format 6"):
         resume(ALONE, tmp_path, "auto", IDENTITY)
     assert (tmp_path / "step-00000002").exists()
 

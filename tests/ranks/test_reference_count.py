@@ -175,5 +175,5 @@ def test_the_launcher_counts_what_the_recipe_counts_and_a_resume_keeps_it(
         ended = run(tmp_path / "run", *words, f"train.max_steps={steps}", ranks=ranks)
         assert ended.codes == [0] * ranks, ended
         state = json.loads((ended.checkpoints[steps] / "state.json").read_text())
-        assert state["reference_count"] == n0
+        assert state["engine"]["reference_count"] == n0
     assert ended.events("restart")
