@@ -6,10 +6,12 @@ checkpoint is due, and what a failure means for the run, belongs to the caller.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from launcher.checkpoint import catalog, run_state
-from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveResult
+from launcher.checkpoint.async_writer import SaveResult, write_checkpoint
 from launcher.checkpoint.catalog import ResumeChoice
 from launcher.checkpoint.run_state import (
     Identity,
@@ -35,14 +37,17 @@ class Checkpointer:
         average: ExponentialMovingAverage | None,
         identity: Identity,
     ) -> None:
-        self.directory = directory
+        self.directory, self._keep = directory, keep
         self._env, self._stepper, self._average = env, stepper, average
         self._identity = identity
-        self._writer = AsyncCheckpointWriter(directory, keep)
+        self._pending: Future[SaveResult] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._hurry = threading.Event()  # set while somebody waits for the write
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and end the thread that writes."""
-        self._writer.close()
+        self._hurry.set()
+        self._thread.shutdown(wait=True)
 
     def find(self, resume_from: str) -> ResumeChoice:
         """The checkpoint to resume from, as `checkpoint.resume` says, read by rank 0. A collective.
@@ -62,18 +67,23 @@ class Checkpointer:
 
         Waits for the checkpoint before this one, and returns its result, unless it was returned before.
         """
-        previous = self._writer.wait()  # first: host memory never holds two snapshots
+        previous = self.wait()  # first: host memory never holds two snapshots
         snapshot = run_state.take_snapshot(
             self._stepper, self._env, self._identity, progress, self._average, metric, extra
         )
         if snapshot is not None:
-            self._writer.start(snapshot)
+            self._hurry.clear()
+            self._pending = self._thread.submit(
+                write_checkpoint, self.directory, self._keep, snapshot, self._hurry
+            )
         return previous
 
     def poll(self) -> SaveResult | None:
         """The result of a checkpoint that has been written, once; None where there is none."""
-        return self._writer.poll()
+        return self.wait() if self._pending is not None and self._pending.done() else None
 
     def wait(self) -> SaveResult | None:
         """The result of the checkpoint that is being written, once it is; None where there is none."""
-        return self._writer.wait()
+        self._hurry.set()
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()

@@ -28,7 +28,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint import run_state, storage
-from launcher.checkpoint.async_writer import AsyncCheckpointWriter
+from launcher.checkpoint.async_writer import write_checkpoint
 from launcher.checkpoint.catalog import newest_intact
 from launcher.checkpoint.run_state import Snapshot, TrainProgress
 from launcher.distributed.env import WorkerEnv
@@ -294,10 +293,8 @@ def small_job() -> Job:
 def host_memory_over_size(job: Job, directory: Path) -> float:
     """Of the first checkpoint of a run, without concurrent steps, which allocate memory too."""
     job.step()
-    with closing(AsyncCheckpointWriter(directory, keep=1)) as writer, Peak() as peak:
-        writer.start(job.snapshot())
-        report = writer.wait()
-    assert report is not None
+    with Peak() as peak:
+        report = write_checkpoint(directory, 1, job.snapshot(), threading.Event())
     return peak.bytes / report.size_bytes
 
 

@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
-from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveSchedule
+from launcher.checkpoint.async_writer import SaveSchedule, write_checkpoint
 from launcher.checkpoint.catalog import apply_retention, best_intact, newest_intact, resume
+from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
 from launcher.checkpoint.run_state import (
     BestEvaluation,
@@ -294,10 +295,8 @@ def with_best(step: int, best: int | None) -> Snapshot:
 
 def test_the_best_is_that_which_the_run_names_and_is_kept(tmp_path: Path) -> None:
     bests = {1: None, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4}
-    with closing(AsyncCheckpointWriter(tmp_path, keep=1)) as writer:
-        for step, best in bests.items():
-            writer.wait()
-            writer.start(with_best(step, best))
+    for step, best in bests.items():
+        write_checkpoint(tmp_path, 1, with_best(step, best), threading.Event())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
     assert best_intact(tmp_path) == tmp_path / "step-00000004"
 
@@ -359,17 +358,27 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 # Writing behind the training
 
 
+def checkpointer_of(directory: Path, model: nn.Module) -> Checkpointer:
+    return Checkpointer(directory, 2, ALONE, Stepper(model, SGD(0.1)), None, IDENTITY)
+
+
+def begin_to_save(checkpointer: Checkpointer, step: int) -> None:
+    assert checkpointer.save(TrainProgress(0, step, 4 * step), None, RunExtras()) is None
+
+
 def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
     monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
-    with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
-        writer.start(snapshot(1, num_values=10**6))  # 4 MB: the first pause takes minutes
+    model = nn.Linear(1000, 1000)  # 4 MB: the first pause takes minutes
+    with closing(checkpointer_of(tmp_path, model)) as checkpointer:
+        begin_to_save(checkpointer, 1)
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
             time.sleep(0.001)
-        assert writer.poll() is None
-        report = writer.wait()
+        assert checkpointer.poll() is None
+        report = checkpointer.wait()
     assert report is not None
-    assert same(load(tmp_path / "step-00000001"), snapshot(1, num_values=10**6))
+    weights = load(tmp_path / "step-00000001").engine.weights
+    assert torch.equal(weights["weight"].half(), model.weight)
 
 
 def test_a_write_may_pause_after_each_megabyte_whatever_its_tensors(tmp_path: Path) -> None:
@@ -392,28 +401,28 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
         return publish(directory, taken, pause)
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
-    with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
-        writer.start(snapshot(1))
+    with closing(checkpointer_of(tmp_path, conv_net())) as checkpointer:
+        begin_to_save(checkpointer, 1)
         assert started.wait(10)
-        assert writer.poll() is None  # the training continues meanwhile
+        assert checkpointer.poll() is None  # the training continues meanwhile
         assert not list(tmp_path.iterdir())
         threading.Timer(0.05, may_finish.set).start()
-        first = writer.wait()
+        first = checkpointer.save(TrainProgress(0, 2, 8), None, RunExtras())
         assert first is not None
         assert (tmp_path / "step-00000001").exists()
-        writer.start(snapshot(2))
         assert (first.step, first.error) == (1, None)
-        second = writer.wait()
+        second = checkpointer.wait()
         assert second is not None
+        assert second.step == 2
         assert second.size_bytes == sum(file.stat().st_size for file in second.path.iterdir())
-        assert writer.wait() is writer.poll() is None
+        assert checkpointer.wait() is checkpointer.poll() is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
 
-def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
-    with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
-        writer.start(snapshot(1))
-    assert same(load(tmp_path / "step-00000001"), snapshot(1))
+def test_closing_waits_for_the_last_one(tmp_path: Path) -> None:
+    with closing(checkpointer_of(tmp_path, conv_net())) as checkpointer:
+        begin_to_save(checkpointer, 1)
+    assert load(tmp_path / "step-00000001").progress.step == 1
 
 
 def test_when_one_is_due(monkeypatch) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from collections.abc import Callable
-from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,20 @@ def outcome_of(work: Callable[..., Any], *args: Any) -> tuple[int, list[Any]]:
 
 
 def save_for_ever(pipe: Connection, directory: Path) -> None:
-    """Write one checkpoint after the other behind the training; sends each step that is safely there."""
-    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
+    """Write one checkpoint after the other; sends each step that is safely there."""
+    from launcher.checkpoint.async_writer import write_checkpoint
     from tests.snapshots import snapshot
 
-    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        for step in range(1, 10_000):
-            report = writer.wait()
-            writer.start(snapshot(step, num_values=20_000))
-            if report is not None:
-                pipe.send(report.step if report.error is None else str(report.error))
+    hurry = threading.Event()
+    hurry.set()
+    for step in range(1, 10_000):
+        report = write_checkpoint(directory, 2, snapshot(step, num_values=20_000), hurry)
+        pipe.send(report.step if report.error is None else str(report.error))
 
 
 def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     """The same on a file system of 128 KiB of which the second checkpoint would take more than is left."""
-    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
+    from launcher.checkpoint.async_writer import write_checkpoint
     from launcher.checkpoint.catalog import newest_intact
     from tests.snapshots import snapshot
 
@@ -69,38 +68,29 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     except OSError as error:
         pipe.send(f"cannot mount: {error}")
         return
-    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
-            writer.start(snapshot(step, num_values=num_values))
-            _tell(pipe, writer.wait())
+    for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
+        _tell(pipe, write_checkpoint(directory, 2, snapshot(step, num_values=num_values), threading.Event()))
     found = newest_intact(directory)
     pipe.send((found.path and found.path.name, sorted(path.name for path in directory.iterdir())))
 
 
 def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
     """One that fits, then one into the same place after it has become read-only."""
-    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
+    from launcher.checkpoint.async_writer import write_checkpoint
     from tests.snapshots import snapshot
 
-    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        writer.start(snapshot(1))
-        _tell(pipe, writer.wait())
-        try:
-            mount_alone(bytes(directory), directory, None, MS_BIND, None)
-            _mount(bytes(directory), directory, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)
-        except OSError as error:
-            pipe.send(f"cannot mount: {error}")
-            return
-    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
-        writer.start(snapshot(2))
-        _tell(pipe, writer.wait())
+    _tell(pipe, write_checkpoint(directory, 2, snapshot(1), threading.Event()))
+    try:
+        mount_alone(bytes(directory), directory, None, MS_BIND, None)
+        _mount(bytes(directory), directory, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)
+    except OSError as error:
+        pipe.send(f"cannot mount: {error}")
+        return
+    _tell(pipe, write_checkpoint(directory, 2, snapshot(2), threading.Event()))
 
 
 def _tell(pipe: Connection, report: Any) -> None:
-    if report is None:
-        pipe.send(None)
-    else:
-        pipe.send((report.step, report.path and report.path.name, report.error and str(report.error)))
+    pipe.send((report.step, report.path and report.path.name, report.error and str(report.error)))
 
 
 def mount_alone(source: bytes, target: Path, kind: bytes | None, flags: int, data: bytes | None) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launcher.checkpoint.async_writer import AsyncCheckpointWriter
+from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.checkpoint.export import export
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.checkpoint.storage import load, publish
@@ -105,7 +105,7 @@ def test_none_intact(again: Path, undisturbed, demanded) -> None:
 def wait_for_writers() -> None:
     """Until no checkpoint is being written: beside other work, with pauses."""
     for each in gc.get_objects():
-        if isinstance(each, AsyncCheckpointWriter) and each._pending is not None:
+        if isinstance(each, Checkpointer) and each._pending is not None:
             each._pending.result(timeout=60)
 
 
