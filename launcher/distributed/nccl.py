@@ -11,9 +11,7 @@ import re
 import socket
 from collections.abc import MutableMapping
 
-from launcher.errors import LauncherError, PreflightError, UnexpectedError, whole_text
 from launcher.os.oom import LAST_OF_NCCL
-from launcher.user_code import short_traceback
 
 # Torch's watchdog then only logs timeouts, and its monitor ends no process: `hang_timer` does, and names the
 # rank. torchrun sets the first variable to 1, so its value is not the user's choice.
@@ -24,9 +22,6 @@ FORK_SAFE = {"RDMAV_FORK_SAFE": "1", "FI_EFA_FORK_SAFE": "1"}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # otherwise both listen on the LAN's address
 REMOTE = re.compile(
     r"(?i)remote|Connection (closed|reset|refused)|Broken pipe|time(d )?out|abort|Proxy Call to rank"
-)
-DEBUG_HINT = (
-    "NCCL_DEBUG=WARN in the environment makes NCCL print what it met, NCCL_DEBUG=INFO all that it does."
 )
 SMALL_SHM = 256 * 2**20  # bytes; NCCL takes some 10 MB for each pair of GPUs without direct access
 
@@ -45,19 +40,6 @@ def is_local(text: str) -> bool:
         return False
     said = text.partition(LAST_OF_NCCL)[2].strip()
     return bool(said) or "unhandled cuda error" in text or "ncclInvalid" in text
-
-
-def failure_of_nccl(error: BaseException, rank: int) -> LauncherError | None:
-    """The error for users, if `error` is one of NCCL on this rank; None for any other."""
-    text = whole_text(error)
-    if not (isinstance(error, RuntimeError) and is_local(text)):
-        return None
-    said = " ".join(text.rpartition(LAST_OF_NCCL)[2].split()).rstrip(".")
-    lacks_memory = "/dev/shm" in said or "shared memory" in said
-    kind = PreflightError if lacks_memory else UnexpectedError
-    failure = kind(f"rank {rank}: NCCL failed: {said}. {shm_hint() or DEBUG_HINT}")
-    failure.traceback = short_traceback(error)
-    return failure
 
 
 def shm_hint(path: str = "/dev/shm") -> str:

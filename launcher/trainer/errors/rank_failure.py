@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import (
     SharedExitRecords,
@@ -77,7 +76,6 @@ def to_launcher_error(error: BaseException, launch: LaunchEnv, logs: str, place:
     return (
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
         or to_resource_error(error, f"rank {launch.rank}", f" {place}")
-        or nccl.failure_of_nccl(error, launch.rank)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if user_location(error) else None)
         or _with_log_path(error, logs)
