@@ -63,7 +63,7 @@ def doctor(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
 
 
 def planned_checks(config: Config, launch: LaunchEnv) -> tuple[list[Finding], list[Check]]:
-    """What is known at once, and the checks. A driver that does not start leaves those without a GPU."""
+    """What is known at once, and the checks. More workers than GPUs leave those without a GPU."""
     from launcher.doctor import gpus, links, machine
     from launcher.doctor.findings import FAILURE, Finding
     from launcher.launch.worker_count import count_gpus, num_workers
@@ -76,7 +76,7 @@ def planned_checks(config: Config, launch: LaunchEnv) -> tuple[list[Finding], li
             else num_workers(config.launch, launch) or 1
         )
         found = [Finding("GPUs", str(count))]
-    except PreflightError as error:  # also for more workers than GPUs
+    except PreflightError as error:
         count, ranks, found = 0, 1, [Finding("driver", "no worker could start", FAILURE, str(error))]
     of_machine = machine.checks(machine.Subject(config, ranks, count))
     return found, [*of_machine, *gpus.checks(count), *links.checks(count, ranks)]

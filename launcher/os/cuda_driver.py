@@ -30,7 +30,11 @@ def refuse_unusable_driver(rank: int, device: torch.device) -> None:
     if device.type == "cuda" or torch.version.cuda is None:
         return
     found = ask_driver()
-    refuse_failed_driver(found, f"rank {rank}: ")
+    if found.error and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):  # which hide the GPUs
+        raise PreflightError(
+            f"rank {rank}: CUDA's driver is installed here but does not start: {found.error}. See dmesg and "
+            f"nvidia-smi. The run would train on the CPU. {HIDE}"
+        )
     if found.num_gpus and found.supported[0] < int(torch.version.cuda.split(".")[0]):
         raise PreflightError(
             f"rank {rank}: torch {torch.__version__} is built for CUDA {torch.version.cuda}, but the driver "
@@ -99,16 +103,6 @@ def _uuid(driver: ctypes.CDLL, number: int) -> str:
     driver.cuDeviceGet(ctypes.byref(device), number)
     driver.cuDeviceGetUuid(ctypes.byref(found), device)
     return f"GPU-{uuid.UUID(bytes=bytes(found))}"
-
-
-def refuse_failed_driver(found: Driver, who: str = "") -> None:
-    """Raise PreflightError where the driver has failed, unless the user has hidden the GPUs from it."""
-    if not found.error or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return
-    raise PreflightError(
-        f"{who}CUDA's driver is installed here but does not start: {found.error}. See dmesg and nvidia-smi. "
-        f"The run would train on the CPU. {HIDE}"
-    )
 
 
 def dotted(capability: Capability) -> str:

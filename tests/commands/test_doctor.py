@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
-from launcher.errors import PreflightError
 from launcher.launch import worker_count
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +55,11 @@ def test_each_host_of_a_launch_is_checked_by_itself(tmp_path) -> None:
     assert {"all-reduce", "torch", "disk"} <= {each["name"] for each in host["findings"]}
 
 
-def test_a_driver_that_does_not_start_is_a_line_among_all_others(monkeypatch, tmp_path, capsys) -> None:
-    def fails() -> tuple[str, ...]:
-        raise PreflightError("cuInit says 999, an unknown error. See dmesg.")
-
+def test_more_workers_than_gpus_is_a_line_among_all_others(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(worker_count, "visible_gpus", fails)
-    assert cli.main(["doctor", "tracker=none", "--json"]) == 3
+    monkeypatch.setattr(worker_count, "visible_gpus", lambda: ("GPU-a", "GPU-b"))
+    assert cli.main(["doctor", "tracker=none", "launch.nproc=3", "--json"]) == 3
     (host,) = json.loads(capsys.readouterr().out)["hosts"]
     found = {each["name"]: each for each in host["findings"]}
-    assert found["driver"]["advice"] == "cuInit says 999, an unknown error. See dmesg."
+    assert "more workers than the 2 GPUs" in found["driver"]["advice"]
     assert {"CPU", "memory", "disk", "shared memory", "GPU", "tracker"} <= found.keys()

@@ -87,15 +87,14 @@ def test_a_driver_too_old_for_torch_does_not_lead_to_the_cpu(
 
 
 def test_a_driver_that_does_not_start_is_not_taken_for_no_gpu(monkeypatch, tmp_path) -> None:
-    """In a worker, which would train on the CPU, and in the parent, which would start no workers."""
+    """By the worker, which would train on the CPU. The parent, which sees none, starts one."""
     install_driver(monkeypatch, tmp_path, 802)
-    for ask in (lambda: refuse_unusable_driver(3, torch.device("cpu")), worker_count.count_gpus):
-        with pytest.raises(PreflightError, match="does not start: error 802, system not yet initialized"):
-            ask()
+    assert worker_count.count_gpus() == 0
+    with pytest.raises(PreflightError, match="does not start: error 802, system not yet initialized"):
+        refuse_unusable_driver(3, torch.device("cpu"))
     with monkeypatch.context() as hidden:  # as its text advises
         hidden.setenv("CUDA_VISIBLE_DEVICES", "")
         refuse_unusable_driver(3, torch.device("cpu"))
-        assert worker_count.count_gpus() == 0
 
 
 @pytest.mark.parametrize(("code", "gpus", "found"), [(0, 300, 300), (0, 0, 0), (100, 2, 0)])
