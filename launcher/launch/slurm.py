@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from launcher.errors import PreflightError
-
 # Below the ports that Linux gives to outgoing connections, which begin at 32768.
 FIRST_PORT, NUM_PORTS = 15000, 15000
 
@@ -18,28 +16,22 @@ FIRST_PORT, NUM_PORTS = 15000, 15000
 def torchrun_env_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """RANK and the other variables of torchrun, for a task of srun; empty unless there are several tasks.
 
-    MASTER_ADDR and MASTER_PORT are left as they are where they are set.
+    MASTER_ADDR and MASTER_PORT are left as they are where they are set. Raises KeyError where one of srun's
+    variables is missing, as in a container that does not pass them on.
     """
     # mpirun starts its processes from one task of srun per node, and each agent of wandb runs of its own.
     others = {"RANK", "OMPI_COMM_WORLD_SIZE", "WANDB_SWEEP_PARAM_PATH"}
     if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2 or others & environ.keys():
         return {}
-    try:
-        address, port = endpoint(environ)
-        return {
-            "RANK": environ["SLURM_PROCID"],
-            "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-            "LOCAL_RANK": environ["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(len(environ["SLURM_GTIDS"].split(","))),  # the tasks on this node
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-        }
-    except KeyError as error:
-        raise PreflightError(
-            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']} in the environment, but not "
-            f"{error.args[0]}: this task cannot tell its rank. Start it with srun and keep its variables, "
-            "or give launch.nnodes=1 for a run of its own."
-        ) from None
+    address, port = endpoint(environ)
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(len(environ["SLURM_GTIDS"].split(","))),  # the tasks on this node
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
 
 
 def endpoint(environ: Mapping[str, str]) -> tuple[str, str]:
