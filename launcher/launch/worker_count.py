@@ -10,7 +10,6 @@ import ctypes
 import functools
 import os
 
-from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
@@ -22,15 +21,9 @@ CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of laun
 def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     """The number of workers to start; None if this process is a worker itself.
 
-    Raises ConfigError if torchrun or a scheduler has started another number than was requested,
-    PreflightError for more workers than GPUs.
+    Of torchrun or a scheduler, which decides. Raises PreflightError for more workers than GPUs.
     """
     if launch.has_external_launcher:
-        if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
-            raise ConfigError(
-                f"launch.nproc={wish.nproc}, but {counted(launch.world_size, 'process', 'es')} came from "
-                f"torchrun or a scheduler, which decides. Leave launch.nproc out, or start with {program()}."
-            )
         return None
     num_gpus = count_gpus()
     if wish.nproc != "auto":

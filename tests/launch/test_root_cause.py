@@ -12,7 +12,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord
 from launcher.distributed.heartbeat import HeartbeatRecord
-from launcher.errors import ConfigError, LauncherError, PreflightError
+from launcher.errors import LauncherError, PreflightError
 from launcher.launch import worker_count
 from launcher.launch.restart_policy import RestartPolicy
 from launcher.launch.root_cause import (
@@ -226,7 +226,5 @@ def test_more_workers_than_gpus_are_refused(monkeypatch) -> None:
 
 def test_who_is_launched_by_another_starts_nobody() -> None:
     launch = LaunchEnv(rank=0, world_size=4, local_world_size=2, has_external_launcher=True)
-    for nproc in ("auto", 2, 4):
+    for nproc in ("auto", 2, 3):
         assert worker_count.num_workers(wish(nproc, max_restarts=3), launch) is None
-    with pytest.raises(ConfigError, match=r"launch\.nproc=3, but 4 processes came from torchrun"):
-        worker_count.num_workers(wish(3), launch)
