@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from socket import gethostname
 
 import torch
@@ -46,7 +47,8 @@ def run(
     Resumes from a checkpoint if there is one. Raises PreemptedError if a signal asked the run to stop.
     """
     heartbeat = heartbeat or Heartbeat()
-    run_dir = preflight.prepare_directory(config, launch)
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)  # on each machine, for the logs of its ranks
     stop_signal = StopSignal(save_means_stop(config.launch.preempt_signals), interrupts=True)
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.

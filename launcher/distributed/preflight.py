@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.config.schema import Config, to_dict
-from launcher.distributed.env import LaunchEnv, WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import PreflightError, counted
-from launcher.run_dir.atomic import failing_as_storage_error
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -53,18 +52,6 @@ def exchange_rank_info(config: Config, env: WorkerEnv, store: dist.Store | None,
     said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
     return [RankInfo(**words["peer"]) for words in said]
-
-
-def prepare_directory(config: Config, launch: LaunchEnv) -> Path:
-    """The run's directory on this machine, made where it is missing, for the logs of its ranks.
-
-    Only rank 0 reads and writes checkpoints there. Raises StorageError where it cannot be made.
-    """
-    directory = Path(config.run.dir)
-    what = f"rank {launch.rank}: run.dir={directory} cannot be made on {gethostname()}"
-    with failing_as_storage_error(what, "Choose one that all machines can write."):
-        directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 def environment_facts(config: Config) -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""Machines that differ in launcher or NCCL are refused, and each makes the run's directory for its ranks."""
+"""Machines that differ in launcher or NCCL are refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed import preflight
-from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.errors import PreflightError, StorageError
+from launcher.distributed.env import WorkerEnv
+from launcher.errors import PreflightError
 from tests.configs import composed
 
 FIRST = preflight.RankInfo("CPU", None, 1, "first")
@@ -66,15 +66,3 @@ def test_machines_that_differ_are_refused(other_machine, what: str, told: str) -
 
 def test_machines_that_are_alike_meet() -> None:
     assert meet_as_rank_1()[0] == FIRST
-
-
-def test_each_machine_makes_the_directory_of_the_run(tmp_path: Path) -> None:
-    directory, config = tmp_path / "outputs" / "run", composed()
-    config = replace(config, run=replace(config.run, dir=str(directory)))
-    for _ in range(2):
-        assert preflight.prepare_directory(config, LaunchEnv(1, 2)) == directory
-        assert directory.is_dir()
-    directory.rmdir()
-    directory.touch()
-    with pytest.raises(StorageError, match=r"rank 1: run\.dir=.* cannot be made on "):
-        preflight.prepare_directory(config, LaunchEnv(1, 2))
