@@ -21,35 +21,32 @@ from pathlib import Path
 from launcher.checkpoint.catalog import apply_retention
 from launcher.checkpoint.manifest import step_name
 from launcher.checkpoint.run_state import Snapshot
-from launcher.checkpoint.storage import publish, size_of_tensors
+from launcher.checkpoint.storage import publish
 from launcher.errors import LauncherError
 
 # After a piece of 1 ms a pause of 39 ms.
 SHARE = 0.025  # of the time of one processor
-# For all of the work, if its pauses can achieve that: until then a crash resumes from the checkpoint before.
+# Of pauses: until the checkpoint is written a crash resumes from the one before.
 LONGEST_S = 5.0
 RETRY_S = 60.0  # after a checkpoint that could not be written: each try copies the whole state
 
 
 class WriteThrottle:
-    """Pauses a write of `size_bytes`: 39 ms after each ms of work, shortened so that all ends within 5 s.
+    """Pauses a write: 39 ms after each ms of work, for 5 s. What is left then is written without pauses.
 
     No pauses while `hurry` is set. Made and called by the thread that writes.
     """
 
-    def __init__(self, size_bytes: int, hurry: threading.Event) -> None:
-        self._left_bytes = size_bytes
+    def __init__(self, hurry: threading.Event) -> None:
         self._hurry = hurry
         self._ends_s = time.monotonic() + LONGEST_S
         self._began_s = time.thread_time()
 
-    def pause(self, size_bytes: int) -> None:
-        """Pause after so many bytes."""
+    def pause(self) -> None:
+        """Pause after a piece."""
         used_s = time.thread_time() - self._began_s
         left_s = max(0.0, self._ends_s - time.monotonic())
-        as_divided_s = left_s * size_bytes / max(1, self._left_bytes)
-        self._left_bytes -= size_bytes
-        self._hurry.wait(min(used_s * (1 / SHARE - 1), as_divided_s))
+        self._hurry.wait(min(used_s * (1 / SHARE - 1), left_s))
         self._began_s = time.thread_time()
 
 
@@ -102,8 +99,7 @@ def write_checkpoint(directory: Path, keep: int, snapshot: Snapshot, hurry: thre
     began, step, path = time.perf_counter(), snapshot.progress.step, None
     error, size_bytes = None, 0
     try:
-        throttle = WriteThrottle(size_of_tensors(snapshot), hurry)
-        path = publish(directory, snapshot, throttle.pause)
+        path = publish(directory, snapshot, WriteThrottle(hurry).pause)
         size_bytes = sum(file.stat().st_size for file in path.iterdir())
         best = snapshot.extra.best
         apply_retention(directory, keep, None if best is None else directory / step_name(best.step))

@@ -142,12 +142,6 @@ def _write_files(directory: Path, snapshot: Snapshot, pause: Pause) -> None:
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
 
 
-def size_of_tensors(snapshot: Snapshot) -> int:
-    """Bytes of all that the two safetensors files hold."""
-    parts = snapshot.engine.weights, snapshot.engine.buffers, _resume_tensors(snapshot)
-    return sum(tensor.nbytes for part in parts for tensor in part.values())
-
-
 def _resume_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
     parts = {OPTIMIZER_STATE: snapshot.engine.optimizer, BY_RANK: snapshot.rank_buffers}

@@ -45,7 +45,7 @@ class FileDigest:
     sha256: str
 
 
-Pause = Callable[[int], None]  # called after so many bytes
+Pause = Callable[[], None]  # called after each piece
 PIECE_BYTES = 2**20  # about a millisecond of writing and hashing
 
 
@@ -55,7 +55,7 @@ def write_bytes(path: Path, content: bytes) -> FileDigest:
         return _write_through(file, [content], no_pause)
 
 
-def no_pause(size_bytes: int) -> None:
+def no_pause() -> None:
     """A `Pause` for a program that waits for the file."""
 
 
@@ -103,7 +103,7 @@ def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], pause: P
             digest.update(piece)
             size_bytes += len(piece)
             if size_bytes - paused_at >= PIECE_BYTES:
-                pause(size_bytes - paused_at)
+                pause()
                 paused_at = size_bytes
     file.flush()
     os.fsync(file.fileno())
