@@ -7,7 +7,6 @@ errors leave out the name of the file, which the caller knows.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from launcher.checkpoint.tensors import mapped
 from launcher.config.messages import program
-from launcher.errors import ConfigError, described
+from launcher.errors import ConfigError
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # the zip archive of torch.save, and a bare pickle
@@ -29,37 +28,10 @@ CONVERSION = (
     "if isinstance(d.get(k), dict)), d); s.save_file({{k: v.contiguous().clone() for k, v in d.items() "
     "if isinstance(v, torch.Tensor)}}, {new!r}); f.close()"
 )
-INDEX = ".safetensors.index.json"  # of tensors that are divided over several files beside it
 
 
 def sha256_of(file: Path, expected: str | None) -> str:
-    """SHA-256 of a file, for an index of the digests of all its files.
-
-    Raises ConfigError for a pickle, for what is no file, and for another digest.
-    """
-    parts = shard_files(file)
-    digests = [_digest_of(part) for part in parts]
-    digest = digests[0] if parts == [file] else hashlib.sha256("".join(digests).encode()).hexdigest()
-    if expected is not None and digest != expected:
-        raise ConfigError(
-            f"its SHA-256 is {digest}, but model.init_from_sha256={expected}. Give the file with this "
-            "digest, or leave model.init_from_sha256 out."
-        )
-    return digest
-
-
-def shard_files(file: Path) -> list[Path]:
-    """The safetensors files of an index, in the order of their names; any other file itself."""
-    if not file.name.endswith(INDEX):
-        return [file]
-    try:
-        names = sorted({str(name) for name in json.loads(file.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"it is no index of safetensors files: {described(error)}.") from None
-    return [file.parent / name for name in names]
-
-
-def _digest_of(file: Path) -> str:
+    """SHA-256 of a file. Raises ConfigError for a pickle, for what is no file, and for another digest."""
     try:
         with open(file, "rb") as content:
             start = content.read(9)
@@ -67,10 +39,16 @@ def _digest_of(file: Path) -> str:
             if start[8:] != b"{" and (file.suffix in PICKLES or start.startswith(PICKLE_STARTS)):
                 raise ConfigError(_of_pickle(file))
             content.seek(0)
-            return hashlib.file_digest(content, "sha256").hexdigest()
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         advice = f"Give a safetensors file; of a run `{program()} export RUN FILE` writes one"
         raise ConfigError(f"{file.name} cannot be read: {error.strerror}. {advice}.") from None
+    if expected is not None and digest != expected:
+        raise ConfigError(
+            f"its SHA-256 is {digest}, but model.init_from_sha256={expected}. Give the file with this "
+            "digest, or leave model.init_from_sha256 out."
+        )
+    return digest
 
 
 def _of_pickle(file: Path) -> str:
@@ -84,18 +62,12 @@ def _of_pickle(file: Path) -> str:
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of all those of an index, by name, on the CPU.
-
-    Raises ConfigError for a damaged one.
-    """
+    """The tensors of a safetensors file by name, on the CPU. Raises ConfigError for a damaged one."""
     from safetensors import SafetensorError
 
     try:
-        tensors: dict[str, Tensor] = {}
-        for part in shard_files(file):
-            tensors |= mapped(part)
+        return mapped(file)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"it is damaged, or no safetensors file: {error}. Copy or export it again."
         ) from error
-    return tensors

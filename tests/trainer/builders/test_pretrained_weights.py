@@ -183,46 +183,6 @@ def test_a_header_whose_length_begins_like_a_pickle_is_none(tmp_path, size) -> N
     assert torch.equal(model.state_dict()["2.bias"], bias)
 
 
-def sharded(folder: Path) -> Path:
-    """As large models of the hub are stored."""
-    names = {}
-    for number, name in enumerate(state_of(mlp(1))):
-        names[name] = f"model-0000{number % 2 + 1}-of-00002.safetensors"
-    for part in sorted(set(names.values())):
-        saved(folder / part, {name: value for name, value in state_of(mlp(1)).items() if names[name] == part})
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
-    return index
-
-
-def test_the_files_of_an_index_are_read_as_one(tmp_path) -> None:
-    index = sharded(tmp_path)
-    model = mlp()
-    loaded = load(model, index)
-    assert loaded.error == ""
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in state_of(mlp(1)).items())
-    assert load(mlp(), index, sha256=loaded.sha256).error == ""
-    damaged(tmp_path / "model-00002-of-00002.safetensors")
-    assert "its SHA-256 is" in refused(mlp(), index, sha256=loaded.sha256)
-    assert "it is damaged" in refused(mlp(), index)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors cannot be read: No such file" in refused(mlp(), index)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ('{"weight_map": {"a": "a.pth"}}', "a.pth cannot be read: No such file"),
-        ("[]", "it is no index of safetensors files: TypeError"),
-        ("{", "it is no index of safetensors files: JSONDecodeError"),
-    ],
-)
-def test_an_index_that_cannot_be_used(tmp_path, content, text) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(content)
-    assert text in refused(mlp(), index)
-
-
 def run_line_of(error: str) -> None:
     (line,) = re.findall(r'python (-c ".*")', error)
     exec(shlex.split(line)[1], {})  # a process of its own would import torch for 2 s
