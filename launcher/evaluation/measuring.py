@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.tensors import Batch
-from launcher.distributed.alone import HiddenProcessGroup
+from launcher.distributed.alone import hidden_process_group
 from launcher.distributed.collectives import broadcast_bytes, error_message, pack_result, unpack_result
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, described, escaped
@@ -110,7 +110,7 @@ class MetricEvaluator:
     def _calling(self, metric: object, method: str, batch: Batch | None = None) -> Iterator[None]:
         """The context of each call of a metric, which rank 0 may be alone to make."""
         what = f"the metric {name_of(metric)}'s {method}"
-        with self._guard(what, batch), HiddenProcessGroup(what):
+        with self._guard(what, batch), hidden_process_group(what):
             yield
 
     def _update(self, metrics: Sequence[Any], outputs: object, batch: Batch) -> None:

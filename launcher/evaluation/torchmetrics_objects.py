@@ -1,4 +1,4 @@
-"""Objects of torchmetrics as metrics of a recipe. They do not gather by themselves: `HiddenProcessGroup`
+"""Objects of torchmetrics as metrics of a recipe. They do not gather by themselves: `hidden_process_group`
 hides the ranks.
 
 Never imports torchmetrics: a recipe that uses it has imported it.

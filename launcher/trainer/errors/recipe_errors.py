@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from launcher.data import loader
 from launcher.data.labels import VOID
-from launcher.distributed.alone import HiddenProcessGroup
+from launcher.distributed.alone import hidden_process_group
 from launcher.distributed.exit_records import is_secondary
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, whole_text
@@ -131,7 +131,7 @@ def _guarded(name: str, function: Callable[..., Result], logs: str) -> Callable[
         try:  # not `guarding`, whose context takes as long as a small operation
             if name == "loss":
                 return function(*arguments)
-            with HiddenProcessGroup(what):
+            with hidden_process_group(what):
                 return function(*arguments)
         except (Exception, SystemExit) as error:
             batch = next((each for each in arguments if isinstance(each, dict)), None)
