@@ -53,16 +53,9 @@ class ExitRecord:
 class SharedExitRecords:
     """The records of a machine's ranks. Created before the ranks are forked, which inherit its memory."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
         # Anonymous and shared.
-        self._rows = {rank: memoryview(mmap.mmap(-1, ROW_BYTES)) for rank in range(num_ranks)}
-        self.restart()
-
-    def restart(self, first_rank: int = 0) -> None:
-        """Forget all ranks, before they are started again; `first_rank` is the lowest of this machine."""
-        self._rows = dict(enumerate(self._rows.values(), first_rank))
-        for row in self._rows.values():
-            row[:_TEXT_AT] = bytes(_TEXT_AT)
+        self._rows = {rank: memoryview(mmap.mmap(-1, ROW_BYTES)) for rank in ranks}
 
     def write(self, record: ExitRecord) -> None:
         """Record how a rank ends. The texts of errors are limited, so that there is room for each."""

@@ -188,25 +188,24 @@ class Heartbeats:
     """The table of all ranks of a machine. Created before the ranks are forked, which inherit its memory."""
 
     def __init__(self, num_ranks: int) -> None:
-        memory = memoryview(mmap.mmap(-1, num_ranks * _ROW.size))  # anonymous and shared: no file, no name
-        self._rows = [memory[at : at + _ROW.size] for at in range(0, len(memory), _ROW.size)]
-        self.exit_records = SharedExitRecords(num_ranks)
+        self._num_ranks = num_ranks
         self.restart()
 
     def restart(self, first_rank: int = 0) -> None:
-        """Reset all ranks to starting, as of now. Those of this machine are numbered from `first_rank` on."""
-        self.first_rank = first_rank
-        self.exit_records.restart(first_rank)
-        for rank in range(first_rank, first_rank + len(self._rows)):
+        """Begin anew for ranks that start now. Those of this machine are numbered from `first_rank` on."""
+        ranks = range(first_rank, first_rank + self._num_ranks)
+        # Anonymous and shared: no file, no name.
+        self._rows = {rank: memoryview(mmap.mmap(-1, _ROW.size)) for rank in ranks}
+        self.first_rank, self.exit_records = first_rank, SharedExitRecords(ranks)
+        for rank in ranks:
             self.of(rank).beat("starting", 0)
-            self.of(rank).set_waits(False)
 
     def of(self, rank: int) -> Heartbeat:
-        return Heartbeat(self._rows[rank - self.first_rank], self.exit_records)
+        return Heartbeat(self._rows[rank], self.exit_records)
 
     def read(self) -> list[HeartbeatRecord]:
         """The latest heartbeat of each rank of this machine, in their order."""
-        return [_beat_of(row) for row in self._rows]
+        return [_beat_of(row) for row in self._rows.values()]
 
     def steps_done(self) -> int:
         """Steps completed by the rank that is furthest ahead."""
