@@ -19,7 +19,7 @@ from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.launch.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
 from launcher.launch.worker_process import WorkerSpec
-from launcher.os.lifetime import kill_group, state_of
+from launcher.os.lifetime import is_stopped, kill_group
 from launcher.os.signals import DUMP_STACKS_SIGNAL
 from launcher.user_code import place_in_stacks
 
@@ -131,7 +131,7 @@ class WorkerGroup:
         The rank's own timer limits it (launch.user_code_timeout_s); a stopped process has no timer, so then
         launch.hang_timeout_s holds.
         """
-        return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not _is_stopped(process))
+        return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not is_stopped(process.pid))
 
     def _ended(self) -> GroupResult:
         results = self._rank_results()
@@ -165,13 +165,7 @@ class WorkerGroup:
         beats = self._work.heartbeats.read()
         return [
             RankResult(
-                rank, each.pid or 0, beat, each.exitcode, is_sigstopped=_is_stopped(each), host=self._host
+                rank, each.pid or 0, beat, each.exitcode, is_sigstopped=is_stopped(each.pid), host=self._host
             )
             for rank, (each, beat) in enumerate(zip(self._processes, beats, strict=True), self._first_rank)
         ]
-
-
-def _is_stopped(process: BaseProcess) -> bool:
-    with contextlib.suppress(OSError):
-        return state_of(process.pid or 0)[0] in ("T", "t")  # by a signal, by a debugger
-    return False

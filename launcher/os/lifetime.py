@@ -65,8 +65,9 @@ def kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
-def state_of(pid: int) -> tuple[str, int]:
-    """The state of a process, such as T for stopped, and its parent. Raises OSError."""
-    # The name before ")" may hold spaces.
-    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    return state, int(parent)
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped, by a signal or by a debugger. None is where there is no such process."""
+    with suppress(OSError):
+        # The name before ")" may hold spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False

@@ -141,7 +141,7 @@ def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(group, table, clock) -
     beat(table, "loading data", 0)
     with table.of(1).in_user_code():
         os.kill(group._processes[1].pid, signal.SIGSTOP)
-        while not worker_group._is_stopped(group._processes[1]):
+        while not worker_group.is_stopped(group._processes[1].pid):
             time.sleep(0.01)
         clock.ahead_s += max(INIT_S, HANG_TIMEOUT_S)
         outcome = verdict_on(group)
