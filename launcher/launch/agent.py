@@ -49,7 +49,9 @@ class Agent:
         """Start all workers and wait until their end has been decided on, again for each restart."""
         for number in itertools.count():
             first_rank, world_size = self._nodes.next_rendezvous(self._num_workers, self._signals)
-            self._work.restart(first_rank)
+            # One that was killed within a write has left a torn record. All have ended.
+            os.ftruncate(self._work.store, 0)
+            self._work.heartbeats.restart(first_rank)
             processes = self._workers(number, first_rank, world_size)
             group = WorkerGroup(processes, self._work, self._nodes.host)
             try:

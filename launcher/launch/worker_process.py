@@ -42,14 +42,6 @@ class WorkerSpec:
     handled: tuple[signal.Signals, ...]  # those of HANDLED that are not ignored
     store: int  # descriptor of the file in which the ranks meet, if all are on this machine
 
-    def restart(self, first_rank: int) -> None:
-        """Forget what the workers of an earlier attempt have written. All of them have ended.
-
-        `first_rank` is the lowest on this machine.
-        """
-        os.ftruncate(self.store, 0)  # one that was killed within a write has left a torn record
-        self.heartbeats.restart(first_rank)
-
     def stacks_of(self, rank: int) -> Path:
         return stacks_path(Path(self.config.run.dir), rank)
 
