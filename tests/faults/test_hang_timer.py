@@ -231,7 +231,8 @@ def start_waiting(
     return start_slow(directory, True, f"launch.user_code_timeout_s={limit_s}")
 
 
-@pytest.mark.parametrize("place", ["rank0_first", pytest.param("a barrier", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["rank0_first", "a barrier"])
 def test_a_rank_that_waits_in_the_user_s_code_is_not_blamed(tmp_path: Path, place: str) -> None:
     ended = start_waiting(tmp_path, place, seconds=1000, limit_s=4)
     assert "error: rank 0 has been in the recipe's code for " in ended.stderr, ended.stderr

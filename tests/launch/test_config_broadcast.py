@@ -255,6 +255,7 @@ def test_a_rank_that_fails_alone_says_why_and_leaves(start) -> None:
     assert "ValueError: a bug on one rank" in rank1.stderr
 
 
+@pytest.mark.slow
 def test_a_silent_rank_0_is_named(start) -> None:
     _, rank1 = start(ENDS, ["silent"], 2)
     assert rank1.wait(30) == 6
@@ -277,6 +278,7 @@ def test_a_rank_that_failed_alone_does_not_wait_a_minute_for_the_others(code, to
     assert seconds_after(record) == (LEAVE_S if together else LOST_S)
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_after_its_own_failure_is_not_waited_for_at_the_end(start) -> None:
     rank0, rank1 = start(ENDS, ["leaves"], 2)
     assert (rank1.wait(30), rank0.wait(30)) == (1, 1)

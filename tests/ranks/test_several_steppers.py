@@ -119,7 +119,7 @@ def some(env: WorkerEnv, cases: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "ddp", [pytest.param(name, marks=[pytest.mark.slow] * (name == SHARED)) for name in WIRES]
+    "ddp", [pytest.param(name, marks=[pytest.mark.slow] * (number > 0)) for number, name in enumerate(WIRES)]
 )
 def test_several_steppers_do_not_mix_their_messages(world_size, ddp) -> None:
     cases = [(ddp, order, idle, count) for order in ORDERS for idle in IDLE for count in (1, None)]

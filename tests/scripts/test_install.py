@@ -77,6 +77,7 @@ def test_it_is_set_up_once_and_again_after_a_change_and_elsewhere(clone) -> None
     assert not (clone.root / ".venv" / "by-hand").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_set_up_ends_by_the_signal_and_is_made_again_from_the_start(clone) -> None:
     half, slow = clone.root / ".venv" / "half", clone.root / "slow"
     slow.touch()
