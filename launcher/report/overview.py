@@ -55,9 +55,9 @@ def table_of_runs(runs: Sequence[Run], groups: Sequence[RunGroup]) -> str:
 
 
 def failures(runs: Sequence[Run]) -> str:
-    """Why runs failed; of many, the others are folded."""
-    every = [failure(_failure_title(run, len(runs) > 1), run.error or run.note) for run in runs]
-    shown = [text for text in every if text]
+    """Why runs failed; of many, the others are folded. That a sweep prunes a job is no failure."""
+    failed = [run for run in runs if run.state != "pruned" and (run.error or run.note)]
+    shown = [failure(_failure_title(run, len(runs) > 1), run.error or run.note) for run in failed]
     left_out = len(shown) - MAX_DETAILED
     more = folded(f"{left_out} more that failed", "".join(shown[MAX_DETAILED:])) if left_out > 0 else ""
     return "".join(shown[:MAX_DETAILED]) + more

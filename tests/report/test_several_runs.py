@@ -216,6 +216,15 @@ def test_a_sweep_has_a_page_of_its_runs(tmp_path, capsys):
     assert Page(tmp_path / "sweep" / "report.html").text.strip().startswith("sweep")
 
 
+def test_that_a_sweep_prunes_a_job_is_shown_as_no_failure(tmp_path, capsys):
+    for state, reason in (("pruned", "not among the best third"), ("failed", "diverged at step 3")):
+        write_run(tmp_path / "sweep" / state, result={"state": state, "error": reason})
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "diverged at step 3" in page
+    assert page.count('class="failure"') == 1
+
+
 def test_of_more_settings_than_colours_the_best_are_drawn(tmp_path, capsys):
     runs = [write_run(tmp_path / str(k), seed=0, lr=k, result={"metric": k / 20}) for k in range(12)]
     drawn = best_of(grouped([Run.read(run) for run in runs]))
