@@ -18,7 +18,6 @@ from launcher.config.messages import nearest, show, suggestion
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
 TRACKERS = ("wandb", "tensorboard", "mlflow", "none")
 OUTLIER_WINDOW = 128  # precision.outlier_window, by default
-BLOCKS = "blocks"  # train.compile: each repeated block instead of the whole model
 
 
 @dataclass(frozen=True)

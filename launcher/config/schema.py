@@ -96,7 +96,7 @@ class TrainConfig:
     eval_every_steps: Count | None
     log_every_steps: Count
     on_oom: Literal["halve", "stop"]
-    compile: bool | Literal["blocks"]
+    compile: bool
     activation_checkpointing: bool
     channels_last: Auto | bool
     label_smoothing: Share

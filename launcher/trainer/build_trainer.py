@@ -29,7 +29,7 @@ from launcher.telemetry.gpu import GpuSampler
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.trainer import after_evaluation, results
 from launcher.trainer.build_callbacks import build_callbacks
-from launcher.trainer.builders import build, compilation, data_check
+from launcher.trainer.builders import build, data_check
 from launcher.trainer.builders.memory_format import choose_memory_format
 from launcher.trainer.builders.pretrained_weights import LoadReport, load_weights, report_weights
 from launcher.trainer.callbacks.micro_batch import MicroBatch
@@ -80,8 +80,8 @@ def build_trainer(
         after_evaluation.sanity_check(context, start.step)
         heartbeat.beat("data")
     context.stepper.clock.on_mark = heartbeat.phase_setter(PHASE_AFTER)
-    # After the trials, which are not compiled.
-    train_step.network = compilation.compiled(config.train.compile, context.model, context.stepper)
+    if config.train.compile:  # after the trials, which are not compiled, as evaluations are not
+        train_step.network = build.compiled(context.model, context.stepper)
     return Trainer(context, train_step, evaluation, start)
 
 

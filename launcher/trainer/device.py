@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import warnings
-from contextlib import AbstractContextManager, nullcontext
-from typing import cast
 
 import torch
 
@@ -45,10 +42,3 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Context in which all that torch.compile made runs eagerly, hooks on modules within it included."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled
-        return nullcontext()
-    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))

@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric
-from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import counted
@@ -28,7 +27,7 @@ from launcher.metrics.confusion import Confusion
 from launcher.recipe.checks import MONITOR
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
-from launcher.trainer import after_evaluation, device
+from launcher.trainer import after_evaluation
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
 from launcher.trainer.progress import EvalOutcome, Position, StepFlag
@@ -59,10 +58,8 @@ class EvaluationLoop:
         self._context.stepper.average_buffers()
         if (average := self._context.ema) is not None:
             average.flush()
-        # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
-        plain = device.uncompiled() if self._context.config.train.compile == BLOCKS else nullcontext()
         try:
-            with plain, nullcontext() if average is None else average.in_model():
+            with nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position) for name in self.data}
                 after_evaluation.show(self._context, position)
         except EvaluationStopped:

@@ -6,6 +6,7 @@ the same numbers in both passes, because torch.utils.checkpoint restores its gen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.engine.precision.fp32_modules import present_arithmetic
 from launcher.errors import ConfigError
-from launcher.trainer.builders import compilation
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -33,19 +33,44 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model. Raises ConfigError if there are none.
+    """The outermost modules that repeat, as registered. Raises ConfigError if there are none.
 
-    A layer alone keeps little but its input, which stays; a model that is recomputed as a whole would need
-    the memory of all its activations again.
+    They are entries of an nn.ModuleList or nn.Sequential, have children, and share their class with another
+    one. A plain nn.Sequential is one only if its children have none. A layer alone keeps little but its
+    input, which stays; a model that is recomputed as a whole would need the memory of all its activations
+    again.
     """
-    blocks = compilation.find_repeated_blocks(model)
-    if not blocks:
+    entries = set(_entries(model))
+    counts = Counter(map(type, entries))
+    repeated = {entry for entry in entries if counts[type(entry)] > 1}
+    if not repeated:
         raise ConfigError(
             f"train.activation_checkpointing=true: the model {type(model).__name__} has no repeated blocks. "
-            f"{compilation.BLOCK} Use train.activation_checkpointing=false, or a smaller "
-            "data.micro_batch_size."
+            "They are two or more modules of one class, with children, in an nn.ModuleList or nn.Sequential. "
+            "Use train.activation_checkpointing=false, or a smaller data.micro_batch_size."
         )
-    return blocks
+    return list(dict.fromkeys(_outermost(model, repeated)))
+
+
+def _entries(model: nn.Module) -> Iterator[nn.Module]:
+    """The entries of lists of modules that may be blocks."""
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            for entry in parent.children():
+                inner = list(entry.children())
+                # A list of blocks rather than one.
+                holds_blocks = type(entry) is nn.Sequential and any(list(each.children()) for each in inner)
+                is_list = isinstance(entry, nn.ModuleList | nn.ModuleDict)
+                if inner and not (holds_blocks or is_list):
+                    yield entry
+
+
+def _outermost(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if child in repeated:
+            yield child
+        else:
+            yield from _outermost(child, repeated)
 
 
 def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

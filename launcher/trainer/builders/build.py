@@ -6,13 +6,13 @@ Owns every translation from config words to engine values. What is printed of th
 from __future__ import annotations
 
 import pkgutil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from launcher.config.optimizers import OPTIMIZERS, OptimConfig
-from launcher.config.rules import BLOCKS, SCHEDULES
+from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
@@ -31,7 +31,7 @@ from launcher.engine.errors import UnusableError
 from launcher.errors import ConfigError
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
-from launcher.trainer.builders import compilation, lr_schedule, parameter_groups
+from launcher.trainer.builders import lr_schedule, parameter_groups
 from launcher.trainer.builders.activation_checkpointing import checkpoint_activations
 from launcher.trainer.builders.sync_batchnorm import synchronised
 
@@ -43,8 +43,6 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     built: object = recipe.build_model()
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the recipe's build_model returned {built!r}: it must return an nn.Module.")
-    if config.train.compile == BLOCKS:
-        compilation.repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)
     if config.model.sync_bn and env.group is not None:
         model = synchronised(model, env, plan)
@@ -157,6 +155,12 @@ def build_stepper(
     except UnusableError as error:
         raise ConfigError(f"precision.fp32_modules: {error}") from error
     return stepper
+
+
+def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
+    """The model as one graph, which keeps all rounding of half arithmetic that is emulated."""
+    options: dict[str, Any] = {"emulate_precision_casts": stepper.emulation.used}
+    return cast(nn.Module, torch.compile(model, options=options))
 
 
 def weight_average(config: Config, stepper: Stepper) -> ExponentialMovingAverage | None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from launcher.config.optimizers import OptimConfig, is_fused
-from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import ONLY_SET, length_of
@@ -23,7 +23,7 @@ from launcher.engine.names import named_parameters
 from launcher.engine.optim.muon import hidden_matrices
 from launcher.errors import counted, listed
 from launcher.recipe.contract import Recipe
-from launcher.trainer.builders import build, compilation, parameter_groups
+from launcher.trainer.builders import build, parameter_groups
 from launcher.trainer.builders.activation_checkpointing import checkpointed_blocks
 
 SHOWN = 8  # classes
@@ -66,13 +66,9 @@ def decisions(
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "communication", text
     if config.train.activation_checkpointing:
-        blocks = compilation.counted_kinds(checkpointed_blocks(stepper.model))
+        counts = Counter(type(block).__name__ for block in checkpointed_blocks(stepper.model))
+        blocks = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
         yield "activation checkpointing", f"recomputed in the backward pass: {blocks}"
-    if config.train.compile == BLOCKS:
-        blocks = compilation.counted_kinds(compilation.repeated_blocks(stepper.model))
-        shared = "blocks of one class and shape share a graph"
-        rest = "The rest of the model and all evaluations run uncompiled"
-        yield "compile", f"by block: {blocks}; {shared}. {rest}"
 
 
 def _data(config: Config, recipe: Recipe) -> str:

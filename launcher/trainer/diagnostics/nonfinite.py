@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from launcher.engine.names import named_modules, named_parameters
 from launcher.engine.precision.op_lists import map_tensors
 from launcher.evaluation.evaluate import unchanged
-from launcher.trainer.device import uncompiled
 
 Kind = Literal["nan", "inf"]
 
@@ -58,7 +57,7 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | Non
         if bad is not None:
             found.append(ModuleFinding(name, type(module).__name__, _kind(bad), number, finite, largest))
 
-    with torch.no_grad(), unchanged(model), uncompiled(), ExitStack() as hooks:
+    with torch.no_grad(), unchanged(model), ExitStack() as hooks:
         for name, module in named_modules(model):
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
@@ -119,7 +118,7 @@ class BackwardWatch:
 def diagnose_backward(model: nn.Module, run: Callable[[], object]) -> BackwardWatch:
     """Observe one forward and backward pass, `run`. Buffers that it updates are restored."""
     watch = BackwardWatch()
-    with torch.enable_grad(), unchanged(model), uncompiled(), ExitStack() as hooks:
+    with torch.enable_grad(), unchanged(model), ExitStack() as hooks:
         for name, module in named_modules(model):
             # Before the hook that widens the inputs of a module in fp32: what becomes half again is seen.
             enter = module.register_forward_pre_hook(

@@ -95,7 +95,7 @@ class NonFiniteInspector:
         return min(found, default=Finding(NOT_FOUND, "no samples"))
 
     def _run(self, batch: Batch, position: Position, number: int) -> tuple[ModuleFinding | None, bool]:
-        """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
+        """One micro-batch through the model, in training mode; and whether its loss is finite."""
         self._seed(position, number)
         losses: list[Tensor] = []
         found = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -91,6 +92,53 @@ def test_without_gradients_nothing_is_recomputed_and_names_stay() -> None:
         assert loss_sum(model).isfinite()
 
 
-def test_a_model_without_repeated_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Sequential has no repeated blocks"):
-        checkpointed_blocks(nn.Sequential(mlp(), nn.ReLU(), nn.Linear(3, 3)))
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+
+class Other(Block):
+    pass
+
+
+class Tower(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.layers = nn.ModuleList(blocks)
+
+
+def stages() -> nn.Module:
+    return nn.Sequential(mlp(), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+
+
+def shared() -> nn.Module:
+    block = Block()
+    return Tower(block, block, Block())
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [
+        (lambda: Tower(Block(), Block(), Other()), {"Block": 2}),
+        (lambda: Tower(Block(), Other(), Block(), Other()), {"Block": 2, "Other": 2}),
+        (lambda: nn.Sequential(Tower(Block(), Block()), Other(), Block()), {"Block": 3}),
+        (lambda: nn.Sequential(Tower(Block()), Tower(Block())), {"Tower": 2}),
+        (stages, {"Block": 4}),
+        (shared, {"Block": 2}),
+        (lambda: nn.Sequential(mlp(), mlp()), {"Sequential": 2}),
+        (lambda: Tower(nn.ModuleList([Block()]), nn.ModuleList([Block()])), {"Block": 2}),
+    ],
+)
+def test_blocks_are_the_outermost_that_repeat(build, kinds) -> None:
+    blocks = checkpointed_blocks(build())
+    assert Counter(type(block).__name__ for block in blocks) == kinds
+    within = [id(module) for block in blocks for module in block.modules()]
+    assert len(within) == len(set(within)), "no block is within another one"
+
+
+@pytest.mark.parametrize("build", [mlp, lambda: Tower(Block()), lambda: Tower(Block(), Other()), Block])
+def test_a_model_without_repeated_blocks_is_refused(build) -> None:
+    with pytest.raises(ConfigError, match="has no repeated blocks"):
+        checkpointed_blocks(build())
