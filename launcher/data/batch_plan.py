@@ -7,7 +7,7 @@ sample, never communicates: every rank computes the same order and takes its par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -159,19 +159,6 @@ class BatchPlan:
             return 0
         longest = int(self.lengths[self.order(epoch)].argmax())
         return min(longest // self.batch_size, self.steps_per_epoch - 1)
-
-    def smallest_step(self, total_steps: int) -> int:
-        """The step of an epoch with the fewest samples, among those of a run of so many steps."""
-        return self.steps_per_epoch - 1 if total_steps >= self.steps_per_epoch else 0
-
-    def sizes_by_rank(self, step: int) -> list[list[int]]:
-        """The number of samples of each micro-batch of a step, by rank."""
-        plans = [replace(self, rank=rank) for rank in range(self.world_size)]
-        return [[len(each) for each in plan.micro_positions(step)] for plan in plans]
-
-    def is_even(self, step: int) -> bool:
-        """Whether all ranks have the same micro-batches in a step, and in the first one of an epoch."""
-        return len({str(sizes) for each in (0, step) for sizes in self.sizes_by_rank(each)}) == 1
 
     def order(self, epoch: int) -> Tensor:
         """The indices of the samples in the order in which `epoch` visits them: int64 [num_samples]."""

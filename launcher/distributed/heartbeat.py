@@ -26,7 +26,6 @@ PHASES = (
     "restoring",
     "trying micro-batches",
     "trying the evaluation",
-    "trying the smallest batch",
     "comparing the trials",
     "recording the step",
     *STEP_PARTS,

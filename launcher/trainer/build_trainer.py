@@ -76,7 +76,6 @@ def build_trainer(
     if steps_left and not start.evaluation_pending:
         # What the run needs later, so that it does not fail at the end of an epoch.
         evaluation.sanity_check()
-        train_step.try_smallest_batch()
         after_evaluation.sanity_check(context, start.step)
         heartbeat.beat("data")
     context.stepper.clock.on_mark = heartbeat.phase_setter(PHASE_AFTER)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import warnings
 
-from launcher.data.iterable_loader import IterableData
 from launcher.data.seeding import seed_compute
-from launcher.data.sources import training_batches
 from launcher.data.tensors import Batch
-from launcher.distributed.collectives import raise_on_all_ranks
 from launcher.engine import EngineWarning, StepResult
 from launcher.engine.step_timer import DATA
-from launcher.errors import ConfigError, DataError, counted
-from launcher.evaluation.evaluate import unchanged
+from launcher.errors import ConfigError, DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.model_mistakes import unregistered_parameters
-from launcher.trainer.errors.recipe_errors import found_in_trial
 from launcher.trainer.out_of_memory import prepare_to_abandon
 from launcher.trainer.progress import Position, StepFlag, samples_of
 
@@ -92,33 +87,3 @@ class TrainStep:
                 warnings.warn(text, EngineWarning, stacklevel=2)
         self.stepper.backward(output.sum, output.count)
         return output
-
-    def try_smallest_batch(self) -> None:
-        """Run the smallest batch of the plan forward and backward, if it is another than the first one.
-
-        The last batch of an epoch may have one sample, on which a batch norm raises. The step is dropped by
-        all ranks: weights, buffers, optimizer and loss scale are those of a run without it. A collective:
-        raises on all ranks alike. Not of a stream, whose end is not known, and not where batch norms
-        communicate: a pass that fails on one rank would leave the others waiting in them.
-        """
-        context, plan = self.context, self.context.plan
-        step = plan.smallest_step(context.length.total_steps)
-        waits_for_others = context.config.model.sync_bn and context.env.group is not None
-        if isinstance(context.data.train, IterableData) or waits_for_others or plan.is_even(step):
-            return
-        context.heartbeat.beat("trying the smallest batch")
-        sizes = plan.sizes_by_rank(step)
-        samples = counted(len(plan.global_batch(step)), "sample")
-        what = f"the smallest batch: {samples} in step {step + 1} of an epoch"
-        transform = context.recipe.train_transform
-        batches = training_batches(context.data.train, plan, transform, total_steps=0)
-        with found_in_trial(what), raise_on_all_ranks(context.env), unchanged(context.model):
-            context.model.train()
-            try:
-                with context.heartbeat.in_user_code():
-                    micro_batches = batches.trial(step, len(sizes[context.env.rank]))
-                for batch in micro_batches:
-                    self.forward_backward(batch)
-            finally:
-                context.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another
-                self.stepper.abandon()  # on all ranks, whether the pass failed or not: the same collectives

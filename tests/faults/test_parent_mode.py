@@ -294,8 +294,7 @@ def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang
         if hang == "SIGSTOP":  # another thread than the stopped one may write the stacks
             place = rf" \(stopped by SIGSTOP\)({place})?"
         assert re.match(
-            # Its seventh pass: one was the trial before the first step.
-            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 6 for 2 s{place}"
+            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 7 for 2 s{place}"
             r"; stacks of all ranks: \S+\. launch\.hang_timeout_s says how long a rank may be without ",
             error_of(parent),
         )

@@ -244,8 +244,6 @@ def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:
 def global_batches(directory: Path, ranks: int) -> list[list[int]]:
     """The samples of each step, from what the ranks have written down."""
     parts = [(directory / f"rank{rank}").read_text().splitlines() for rank in range(ranks)]
-    # By pass: that of the trial before the first step, which changes no buffer, has the number of the first.
-    parts = [list({line.split(": ")[0]: line for line in lines}.values()) for lines in parts]
     steps = [[line.split(": ") for line in lines] for lines in zip(*parts, strict=True)]
     assert all(len({passes for passes, _ in lines}) == 1 for lines in steps)
     return [[int(number) for _, numbers in lines for number in numbers.split()] for lines in steps]
