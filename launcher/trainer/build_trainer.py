@@ -30,7 +30,6 @@ from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.trainer import after_evaluation, results
 from launcher.trainer.build_callbacks import build_callbacks
 from launcher.trainer.builders import build, data_check
-from launcher.trainer.builders.memory_format import choose_memory_format
 from launcher.trainer.builders.pretrained_weights import LoadReport, load_weights, report_weights
 from launcher.trainer.callbacks.micro_batch import MicroBatch
 from launcher.trainer.context import TrainContext
@@ -124,8 +123,6 @@ def _build_context(
     with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
         rates = build.lr_table(config, recipe, length.total_steps)
-    decide, in_user_code = telemetry.decision, heartbeat.in_user_code
-    choose_memory_format(config, env, recipe, model, data, plan, decide, in_user_code)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)

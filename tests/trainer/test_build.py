@@ -23,12 +23,12 @@ from launcher.engine.precision.policy import choose_emulation
 from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
 from launcher.recipe.checks import checked
-from launcher.trainer.builders.build import build_model, lr_table
+from launcher.trainer.builders.build import build_model, lr_table, uses_channels_last
 from launcher.trainer.builders.decisions import decisions
 from launcher.trainer.device import set_backend_flags
-from launcher.trainer.errors.recipe_errors import wrap_recipe
+from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
 from tests.configs import composed
-from tests.models import mlp
+from tests.models import conv_net, mlp
 
 DATA = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
 
@@ -246,6 +246,40 @@ def test_lengths_of_a_stream_are_refused() -> None:
     stream = IterableData([], None, LoaderConfig(0, torch.device("cpu"), 0), "training")
     with pytest.raises(DataError, match=r"Recipe.lengths is given, but the training set is a stream"):
         batch_plan(composed("train.max_steps=2"), env, stream, recipe.lengths)
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "build", "chosen"),
+    [
+        ("auto", "cuda", conv_net, True),
+        ("auto", "cuda", mlp, False),
+        ("auto", "cpu", conv_net, False),
+        ("true", "cpu", conv_net, True),
+        ("false", "cuda", conv_net, False),
+    ],
+)
+def test_convolutions_are_in_channels_last_on_cuda_or_where_asked_for(wish, device, build, chosen) -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device(device), None)
+    assert uses_channels_last(composed(f"train.channels_last={wish}"), env, build()) is chosen
+
+
+def test_a_view_that_channels_last_does_not_bear_comes_with_the_key() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = torch.nn.Conv2d(3, 4, 3)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return self.convolution(image).view(len(image), -1)
+
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    recipe, plan = Recipe(Net, DATA, DATA, cross_entropy), BatchPlan(64, 8, None, 1, 0, 0, False)
+    image = torch.randn(2, 3, 8, 8)
+    build_model(composed("train.channels_last=false"), recipe, env, plan)(image)
+    model = build_model(composed("train.channels_last=true"), recipe, env, plan)
+    found = r"reshape.* instead. .*train.channels_last=false. The full"
+    with pytest.raises(RecipeError, match=found), guarding("the recipe's loss", "logs/rank0.log"):
+        model(image)
 
 
 @pytest.mark.parametrize(("built", "said"), [(None, "None"), (3, "3")])

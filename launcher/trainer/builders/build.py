@@ -44,11 +44,20 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the recipe's build_model returned {built!r}: it must return an nn.Module.")
     model = built.to(env.device)
+    if uses_channels_last(config, env, model):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.model.sync_bn and env.group is not None:
         model = synchronised(model, env, plan)
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def uses_channels_last(config: Config, env: WorkerEnv, model: nn.Module) -> bool:
+    """Whether images and convolutions of `model` are in channels_last: train.channels_last."""
+    asked = config.train.channels_last
+    wanted = env.device.type == "cuda" if asked == "auto" else asked is True  # on a CPU it is slower
+    return wanted and any(parameter.ndim == 4 for parameter in model.parameters())
 
 
 def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:

@@ -65,6 +65,9 @@ def decisions(
     if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "communication", text
+    if build.uses_channels_last(config, env, stepper.model):
+        text = "channels_last; for a model that needs contiguous feature maps: train.channels_last=false"
+        yield "memory format", text
     if config.train.activation_checkpointing:
         counts = Counter(type(block).__name__ for block in checkpointed_blocks(stepper.model))
         blocks = ", ".join(f"{count} x {kind}" for kind, count in counts.items())

@@ -27,6 +27,7 @@ from launcher.user_code import short_traceback, user_location
 Result = TypeVar("Result")
 IN_LOG = "The full traceback is in"
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")  # of torch's losses
+VIEW = "view size is not compatible"  # torch's own text ends with: Use .reshape(...) instead.
 BATCH_NORM = "Expected more than 1 value per channel when training"
 GUARDED = ("build_model", "loss", "train_transform", "eval_transform", "on_eval_end", "schedule")
 
@@ -96,6 +97,8 @@ def recipe_failure(
     if isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error)):
         given = failing_module_inputs(error)
         return ConfigError(f"{text}{f': {given}' if given else ''}: {said}. {IN_LOG} {logs}.")
+    if VIEW in said:
+        said = f"{said}. If it is a feature map in channels_last: train.channels_last=false"
     failure = RecipeError(f"{text}: {said}. {IN_LOG} {logs}.")
     failure.traceback = short_traceback(error)
     return failure
