@@ -37,7 +37,6 @@ class DataShare(Callback):
     def __init__(self, context: TrainContext) -> None:
         self._context = context
         plan = context.plan
-        self._said_equal = False  # that this batch stays divided equally
         # In a single sample BatchNorm finds no variance.
         self._least = 2 if plan.batch_size >= 2 * plan.world_size else 1
         self._most = [plan.batch_size] * plan.world_size  # lower for a rank that has lacked memory for more
@@ -60,8 +59,7 @@ class DataShare(Callback):
         """
         shares, plan = tuple(values["shares"]), self._context.plan
         limit = plan.most_per_pass
-        in_pairs = limit != 2 or not any(share % 2 for share in shares)  # see _shares
-        if len(shares) == plan.world_size and sum(shares) == plan.batch_size and in_pairs:
+        if len(shares) == plan.world_size and sum(shares) == plan.batch_size:
             self._next = (shares, "as in the run so far")
         if len(values["most"]) == plan.world_size and values.get("most_per_pass") == limit:
             self._most = [limit if most == limit else plan.batch_size for most in values["most"]]
@@ -123,9 +121,8 @@ class DataShare(Callback):
         if min(times) <= 0:
             return
         before = plan.shares or proportional_shares([1.0] * plan.world_size, plan.batch_size)
-        shares = self._shares([1 / time for time in times])
-        if shares is None:
-            return
+        speeds = [1 / time for time in times]
+        shares = proportional_shares(speeds, plan.batch_size, self._least, self._most)
         saved_ms = compute_time(before, times) - compute_time(shares, times)
         if saved_ms < LEAST_GAIN * step_ms:
             return
@@ -133,21 +130,3 @@ class DataShare(Callback):
         why = f"by {by} ms per sample: a step of {step_ms:.3g} ms becomes {saved_ms:.3g} ms shorter"
         self._next = shares, why
         self._begin_window(WARM_UP, FIRST_STEPS)
-
-    def _shares(self, speeds: list[float]) -> tuple[int, ...] | None:
-        """Those of a batch for these speeds, or None where it stays divided equally."""
-        plan = self._context.plan
-        if plan.most_per_pass != 2:
-            return proportional_shares(speeds, plan.batch_size, self._least, self._most)
-        # Of an odd share a pass of 2 would leave a single sample, see _least: pairs are divided.
-        if plan.batch_size % 2 == 0 and self._least == 2:
-            most = [each // 2 for each in self._most]
-            return tuple(2 * share for share in proportional_shares(speeds, plan.batch_size // 2, 1, most))
-        if not self._said_equal:
-            text = (
-                "equal ones, whatever the speeds: passes of 2 need an even share for each of "
-                f"{plan.world_size} ranks, and the batch has {plan.batch_size} samples"
-            )
-            self._context.telemetry.decision("shares", text)
-        self._said_equal = True
-        return None
