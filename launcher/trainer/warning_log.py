@@ -1,4 +1,4 @@
-"""Where the warnings of a run go, and when one that recurs is due again.
+"""Where the warnings of a run go.
 
 Owns which rank shows them: those of the engine and the data sets become events, which rank 0 has; those of
 other libraries go to the stderr of rank 0 and to the log of their rank. The user's own filters are respected.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,19 +45,3 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
         warnings.simplefilter("default", append=True)  # after the user's filters: once for each line of code
         warnings.showwarning = show
         yield
-
-
-class PowerOfTenThrottle:
-    """Counts what has occurred on this rank since this process started, by a number such as that of a rank.
-
-    All of it is an event in metrics.jsonl; the first, the tenth, the hundredth time is a warning too.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, what: int = 0) -> int:
-        """How often it has occurred, if that is due for a warning, else 0."""
-        self._counts[what] += 1
-        times = self._counts[what]
-        return times if str(times).strip("0") == "1" else 0

@@ -47,7 +47,7 @@ OF_THIS_PROCESS = {
         "_wire_bytes_per_step",
     },  # of a step; of the last process, as result.json says
     "gradient_histogram": {"_next", "_counts"},  # when to count follows from the number of the step
-    "skipped_steps": {"_outlier_warnings", "_bad_loss_warnings"},  # how often a warning was given
+    "skipped_steps": {"_warned_of_bad_loss"},
     "divergence": {"_last"},  # evidence
     "checkpoint": {"_best_step", "due"},
 }

@@ -12,14 +12,12 @@ from launcher.telemetry.events import OutlierEvent, OverflowEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.warning_log import PowerOfTenThrottle
 
 
 class SkippedSteps(Callback):
-    """Emits an event per skipped step, and warns of outliers and of losses that are not finite.
+    """Emits an event per skipped step, and warns of the first outlier and the first loss that is not finite.
 
-    Of each the first, tenth, hundredth of a process. A bad loss after which modules fall back to fp32 needs
-    no warning. Outliers are counted over the whole run.
+    A bad loss after which modules fall back to fp32 needs no warning. Outliers are counted in the whole run.
     """
 
     name = "skipped_steps"
@@ -28,7 +26,7 @@ class SkippedSteps(Callback):
         self._telemetry = context.telemetry
         self._limit = context.config.precision.skip_outliers
         self._outliers = 0  # since the run began
-        self._outlier_warnings, self._bad_loss_warnings = PowerOfTenThrottle(), PowerOfTenThrottle()
+        self._warned_of_bad_loss = False  # in this process
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
@@ -45,8 +43,14 @@ class SkippedSteps(Callback):
                     bad_losses=report.bad_losses,
                 )
             )
-            if report.bad_losses and not metrics.falls_back:
-                self._warn_of_bad_loss(position, report)
+            if report.bad_losses and not (metrics.falls_back or self._warned_of_bad_loss):
+                self._warned_of_bad_loss = True
+                passes = counted(report.bad_losses, "micro-batch", "es")
+                self._telemetry.warn(
+                    f"the loss of step {position.step} was not finite in {passes}, so the step was skipped. "
+                    "That is no overflow of the loss scale: check the samples for NaN and infinity, or lower "
+                    "optim.lr. Further steps are counted."
+                )
 
     def _report_outlier(self, position: Position, report: StepReport) -> None:
         self._outliers += 1
@@ -54,21 +58,11 @@ class SkippedSteps(Callback):
         self._telemetry.emit(
             OutlierEvent(position.step, epoch=position.epoch, loss=loss, grad_norm=norm, count=count)
         )
-        if self._outlier_warnings.add():
+        if count == 1:
             self._telemetry.warn(
                 f"step {position.step} was skipped as an outlier: its loss {loss:.4g} or its gradient norm "
                 f"{norm:.4g} lies more than precision.skip_outliers={self._limit:g} deviations above the "
-                f"mean of the steps before. That makes {counted(count, 'outlier')} in this run."
-            )
-
-    def _warn_of_bad_loss(self, position: Position, report: StepReport) -> None:
-        if times := self._bad_loss_warnings.add():
-            often = "" if times == 1 else f", as in {times} steps since this process started"
-            passes = counted(report.bad_losses, "micro-batch", "es")
-            self._telemetry.warn(
-                f"the loss of step {position.step} was not finite in {passes}{often}, so the step was "
-                "skipped. That is no overflow of the loss scale: check the samples for NaN and infinity, or "
-                "lower optim.lr. Further steps are counted."
+                "mean of the steps before. Further outliers are counted."
             )
 
     def state_dict(self) -> dict[str, Any]:

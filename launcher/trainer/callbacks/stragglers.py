@@ -18,7 +18,6 @@ from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
 from launcher.trainer.step_times import StepTimeTotals
-from launcher.trainer.warning_log import PowerOfTenThrottle
 
 # Steps: long enough that the mean of a rank is not that of one slow read and that the exchange costs nothing,
 # and short enough that a rank which became slow is named within minutes.
@@ -54,7 +53,7 @@ class Stragglers(Callback):
         self._hosts = hosts  # by rank
         # None before the first whole window: the first steps of a process compile and touch memory.
         self._window: StepTimeTotals | None = None
-        self._late = PowerOfTenThrottle()  # by rank: windows in which it was late
+        self._warned_of: set[int] = set()  # ranks, in this process
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         if self._window is not None:
@@ -83,11 +82,12 @@ class Stragglers(Callback):
                 cause=cause,
             )
         )
-        if often := self._late.add(latest):
-            so_far, plan = "" if often == 1 else f", {often} times so far", self._context.plan
+        if latest not in self._warned_of:
+            self._warned_of.add(latest)
+            plan = self._context.plan
             share = f", with {plan.shares[latest]} of {plan.batch_size} samples," if plan.shares else ""
             self._context.telemetry.warn(
-                f"rank {latest} on {self._hosts[latest]}{share} arrives last{so_far}: the other ranks "
+                f"rank {latest} on {self._hosts[latest]}{share} arrives last: the other ranks "
                 f"waited {late_ms:.1f} of the {step_ms:.1f} ms of a step for it, over {WINDOW} steps. "
                 f"{ADVICE[cause]}"
             )

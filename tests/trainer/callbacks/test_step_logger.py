@@ -158,18 +158,15 @@ def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
     assert recorder.of("step")[0]["loss"] == 2.0
 
 
-def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> None:
+def test_a_loss_that_is_not_finite_is_warned_of_once(recorder) -> None:
     """It is skipped as an overflow is, which is harmless: only the warning shows that the data is wrong."""
     bad = replace(OVERFLOW, loss=float("nan"), bad_losses=2, bad_loss_steps=1)
-    run_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).step_reader.flush_all()
-    first, tenth = [event["text"] for event in recorder.of("warning")]
-    assert first == (
+    run_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 2]).step_reader.flush_all()
+    (warning,) = [event["text"] for event in recorder.of("warning")]
+    assert warning == (
         "the loss of step 3 was not finite in 2 micro-batches, so the step was skipped. That is no "
         "overflow of the loss scale: check the samples for NaN and infinity, or lower optim.lr. Further "
         "steps are counted."
-    )
-    assert tenth.startswith(
-        "the loss of step 21 was not finite in 2 micro-batches, as in 10 steps since this process started, "
     )
 
 
