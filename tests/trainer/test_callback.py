@@ -46,7 +46,7 @@ OF_THIS_PROCESS = {
         "_times",
         "_wire_bytes_per_step",
     },  # of a step; of the last process, as result.json says
-    "gradient_histogram": {"_next", "_counts"},  # when to count follows from the number of the step
+    "gradient_histogram": {"_counts"},  # of a step that has not been read
     "skipped_steps": {"_warned_of_bad_loss"},
     "divergence": {"_last"},  # evidence
     "checkpoint": {"_best_step", "due"},

@@ -1,7 +1,7 @@
 """Where the gradients lie in the range of fp16, every so many steps.
 
-Owns when to count. The count is queued after the step on the device and
-read one step late. If a step was skipped, the next one is counted instead.
+Owns when to count. The count is queued after the step on the device, and read one step late. A step that was
+skipped has nothing to show.
 """
 
 from __future__ import annotations
@@ -27,27 +27,18 @@ class GradientHistogram(Callback):
         self.enabled = shards or context.env.is_rank0
         self._gradients = context.stepper.own_gradients if shards else context.stepper.reduced_gradients
         self._telemetry = context.telemetry
-        self._every = self._next = every_steps
+        self._every = every_steps
         self._group = context.env.group if shards else None
         self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
 
-    def on_train_start(self, step: int) -> None:
-        self._next = self._next_after(step)
-
     def on_step_launched(self, position: Position, result: StepResult) -> None:
         """Count the step just made, whose gradients are valid until the next backward pass."""
-        if position.step >= self._next:
+        if position.step % self._every == 0:
             self._counts[position.step] = count_exponents(self._gradients(), self._group)
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Emit the statistics of a step that was not skipped."""
         report = metrics.report
         counts = self._counts.pop(position.step, None)
-        # Below: counted before the count of the step before was read.
-        if counts is None or report.skipped or position.step < self._next:
-            return
-        self._next = self._next_after(position.step)
-        self._telemetry.emit(counts.read(position, report.scale))
-
-    def _next_after(self, step: int) -> int:
-        return step - step % self._every + self._every
+        if counts is not None and not report.skipped:
+            self._telemetry.emit(counts.read(position, report.scale))
