@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import trial_batches
 from launcher.distributed.collectives import all_gather_str
@@ -46,12 +44,7 @@ def search(context: TrainContext) -> int:
     tried: dict[int, str] = {}
     plan = context.plan
     sizes = candidate_sizes(plan)
-    # cuDNN would time its algorithms anew for the shapes of each trial.
-    tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        size = next((size for size in sizes if _fits(context, size, tried)), None)
-    finally:
-        torch.backends.cudnn.benchmark = tunes
+    size = next((size for size in sizes if _fits(context, size, tried)), None)
     last = next(reversed(tried.values()))
     if size is None:
         raise OutOfMemoryError(
