@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -131,16 +131,10 @@ def _guarded(name: str, function: Callable[..., Result], logs: str) -> Callable[
 
     @functools.wraps(function, updated=())
     def call(*arguments: object) -> Result:
-        try:  # not `guarding`, whose context takes as long as a small operation
-            if name == "loss":
-                return function(*arguments)
-            with hidden_process_group(what):
-                return function(*arguments)
-        except (Exception, SystemExit) as error:
-            batch = next((each for each in arguments if isinstance(each, dict)), None)
-            failure = recipe_failure(error, what, logs, batch)
-            if failure is None:
-                raise
-            raise failure from error
+        batch = next((each for each in arguments if isinstance(each, dict)), None)
+        # The loss may communicate: all ranks call it equally often.
+        alone = nullcontext() if name == "loss" else hidden_process_group(what)
+        with guarding(what, logs, batch), alone:
+            return function(*arguments)
 
     return call
