@@ -37,9 +37,6 @@ class Callback:
     name: ClassVar[str] = ""
     """Key of the state in checkpoints: it stays when the class or its file is renamed."""
 
-    enabled: bool = True
-    """False: no hook is called, only state and result. May differ between ranks if no hook communicates."""
-
     stop_reason: str = ""
     """Why the run ends before its last step; empty while it goes on. Equal on all ranks."""
 
@@ -115,8 +112,7 @@ class CallbackList:
     def _all(self, hook: Callable[Concatenate[Any, Arguments], None]) -> Callable[Arguments, None]:
         """A function that calls this hook on the callbacks that override it."""
         name = hook.__name__
-        overriding = [each for each in self._callbacks if getattr(type(each), name) is not hook]
-        hooks = [getattr(each, name) for each in overriding if each.enabled]
+        hooks = [getattr(each, name) for each in self._callbacks if getattr(type(each), name) is not hook]
 
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
             for each in hooks:

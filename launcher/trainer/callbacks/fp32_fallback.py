@@ -33,7 +33,6 @@ class Fp32Fallback(Callback):
     name = "fp32_fallback"
 
     def __init__(self, context: TrainContext, searcher: NonFiniteInspector) -> None:
-        self.enabled = context.falls_back_to_fp32
         self._context = context
         self._searcher = searcher
         self._limit = context.config.precision.max_fp32_fallbacks
@@ -52,6 +51,8 @@ class Fp32Fallback(Callback):
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Have further modules compute in fp32. A collective where losses or gradients were not finite."""
         report = metrics.report
+        if not self._context.falls_back_to_fp32:
+            return
         # With a static scale each overflow counts as one at the smallest: it may be the scale's fault.
         at_min = report.skips_at_min_scale and self._context.config.precision.loss_scale.mode != "static"
         backward = bool(report.culprit_parameters and at_min and not report.bad_losses)

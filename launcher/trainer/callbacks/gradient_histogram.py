@@ -16,15 +16,14 @@ from launcher.trainer.progress import Position
 class GradientHistogram(Callback):
     """Counts the exponents of the reduced gradients every `every_steps` steps.
 
-    Where they are equal on all ranks only rank 0 counts. With ddp.shard_optimizer each rank counts its
-    own elements, and all count the same steps: a collective.
+    With ddp.shard_optimizer each rank counts its own elements, a collective; else the gradients are equal on
+    all ranks.
     """
 
     name = "gradient_histogram"
 
     def __init__(self, context: TrainContext, every_steps: int) -> None:
         shards = context.config.ddp.shard_optimizer
-        self.enabled = shards or context.env.is_rank0
         self._gradients = context.stepper.own_gradients if shards else context.stepper.reduced_gradients
         self._telemetry = context.telemetry
         self._every = every_steps
