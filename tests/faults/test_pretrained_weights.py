@@ -57,14 +57,3 @@ def test_a_file_that_cannot_be_used_ends_all_ranks_with_one_error(tmp_path: Path
     assert ended.codes == [2, 2]
     assert "No tensor fits by name and shape: it is of another model." in ended.outputs[0]
     assert ended.checkpoints == {}
-
-
-@pytest.mark.slow
-def test_what_is_frozen_at_random_is_warned_of(tmp_path: Path) -> None:
-    file = tmp_path / "weights.safetensors"
-    save_file({"inner.weight": torch.ones(16, 6, dtype=torch.float16)}, file)
-    words = (f"model.init_from={file}", "model.init_from_strict=false", "train.max_steps=1")
-    ended = run(tmp_path / "run", *words, "optim.groups=[{match: outer.weight, frozen: true}]")
-    assert ended.codes == [0], ended
-    (frozen,) = (text for text in ended.warnings if "model.init_from" in text)
-    assert frozen.startswith("ballast, outer.weight are frozen and not in model.init_from=")

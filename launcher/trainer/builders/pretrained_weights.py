@@ -7,7 +7,7 @@ into its model; building the Stepper then broadcasts its values.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from launcher.checkpoint.pretrained import FLOATS, read, sha256_of
 from launcher.config.schema import Config
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import RANK0, WorkerEnv
-from launcher.engine.names import named_parameters, plain_name
+from launcher.engine.names import plain_name
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.event_log import recorded
@@ -35,7 +35,6 @@ class LoadReport:
     file: str
     sha256: str = ""
     text: str = ""  # for people
-    random: Sequence[str] = ()  # keys of the model's state_dict that keep the values which the recipe built
     error: str = ""  # of the failure; empty where the model has the values
 
 
@@ -51,17 +50,15 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport
     if env.is_rank0:
         try:
             digest = sha256_of(Path(file), config.model.init_from_sha256)
-            text, random = _assign(model, read(Path(file)), f"{file} (sha256 {digest[:12]})", strict)
-            loaded = LoadReport(file, digest, text, random)
+            text = _assign(model, read(Path(file)), f"{file} (sha256 {digest[:12]})", strict)
+            loaded = LoadReport(file, digest, text)
         except ConfigError as error:
             loaded = LoadReport(file, error=f"model.init_from={file}: {error}")
     return LoadReport(**json.loads(all_gather_str(env, json.dumps(asdict(loaded)))[RANK0]))
 
 
-def _assign(
-    model: nn.Module, tensors: Mapping[str, Tensor], file: str, strict: bool
-) -> tuple[str, Sequence[str]]:
-    """Copy what fits. Returns what that is, in words, and the keys of what stays as it is built.
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: str, strict: bool) -> str:
+    """Copy what fits. Returns what that is, and what stays as it is built, in words.
 
     Raises ConfigError, before anything is copied, where the file must not be used.
     """
@@ -110,7 +107,7 @@ def _assign(
     with torch.no_grad():
         for name in fitting:
             own[name].copy_(tensors[name])
-    return text, random
+    return text
 
 
 def report_weights(context: TrainContext, loaded: LoadReport | None, resumed: bool) -> None:
@@ -131,13 +128,6 @@ def report_weights(context: TrainContext, loaded: LoadReport | None, resumed: bo
         raise ConfigError(loaded.error)
     context.telemetry.decision("weights", loaded.text, file=loaded.file, sha256=loaded.sha256)
     context.persist_config(model=replace(context.config.model, init_from_sha256=loaded.sha256))
-    parameters = named_parameters(context.stepper.model)
-    if idle := [name for name, p in parameters.items() if name in loaded.random and not p.requires_grad]:
-        context.telemetry.warn(
-            f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
-            f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
-            "freeze them, or give a file that has them."
-        )
 
 
 def _recorded_digest(context: TrainContext, file: str) -> str | None:
