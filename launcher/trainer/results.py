@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from launcher.errors import StorageError, counted, described
 from launcher.evaluation.prediction import FACTS, facts_of
 from launcher.metrics.confusion import Confusion
-from launcher.recipe.contract import Recipe, data_name, model_name, normalisation_of
+from launcher.recipe.contract import data_name, model_name, normalisation_of
 from launcher.report import page
 from launcher.report.run import Run
 from launcher.run_dir import records, status
@@ -63,18 +62,14 @@ def write_page(run_dir: Path, telemetry: Telemetry) -> None:
         telemetry.warn(f"{records.REPORT} could not be drawn: {described(error)}")
 
 
-def write_model_folder(
-    run_dir: Path,
-    recipe: Recipe,
-    network: nn.Module,
-    warn: Callable[[str], None],
-    recipes_path: str | None = None,
-) -> None:
+def write_model_folder(context: TrainContext) -> None:
     """Write what is known before the first step. Raises StorageError; other failures are warnings."""
-    folder = run_dir / records.MODEL
+    recipe, network = context.recipe, context.stepper.model
+    folder = Path(context.config.run.dir) / records.MODEL
     try:
         folder.mkdir(exist_ok=True)
-        write_text(folder / FACTS, json.dumps(facts_of(recipe, recipes_path), indent=1) + "\n")
+        facts = facts_of(recipe, context.config.recipes.path)
+        write_text(folder / FACTS, json.dumps(facts, indent=1) + "\n")
         config: Any = copy.deepcopy(getattr(network, "config", None))
         if callable(getattr(config, "save_pretrained", None)):  # of transformers
             config.architectures = [type(network).__name__]
@@ -87,21 +82,16 @@ def write_model_folder(
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
     except Exception as error:  # of a config or tokenizer, which training does not need
-        warn(f"{folder} is incomplete, and so is what export makes of it: {described(error)}")
+        context.telemetry.warn(
+            f"{folder} is incomplete, and so is what export makes of it: {described(error)}"
+        )
 
 
 def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint) -> None:
     """Report the decisions and the start of the run; record its environment."""
-    run_dir = Path(context.config.run.dir)
     if context.env.is_rank0:
-        records.write_environment(run_dir, devices)
-        write_model_folder(
-            run_dir,
-            context.recipe,
-            context.stepper.model,
-            context.telemetry.warn,
-            context.config.recipes.path,
-        )
+        records.write_environment(Path(context.config.run.dir), devices)
+        write_model_folder(context)
     for topic, text in decisions(
         context.config, context.env, devices, context.recipe, context.stepper, context.plan
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +16,26 @@ from launcher.data.text.tokenizer import fitted
 from launcher.evaluation.prediction import facts_of
 from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.recipe.registry import load_recipe
+from launcher.telemetry import Telemetry
 from launcher.trainer.errors.recipe_errors import wrap_recipe
 from launcher.trainer.results import write_model_folder
 from tests.configs import composed
 from tests.forked import launch_forked
+from tests.trainer.callbacks.test_step_logger import Recorder
+from tests.trainer.reports import LIMITS
+from tests.trainer.runs import context_alone
 
 SENTENCES = ["a man sleeps", "a dog eats the cake", "the man eats"]
+
+
+def warnings_of(run_dir: Path, recipe: Recipe, network: nn.Module) -> list[str]:
+    """The warnings with which the folder is written."""
+    recorder = Recorder()
+    context = context_alone(Telemetry([recorder]), LIMITS, 1)
+    context.config = composed(f"run.dir={run_dir}")
+    context.recipe, context.stepper = recipe, cast(Any, SimpleNamespace(model=network))
+    write_model_folder(context)
+    return [event["text"] for event in recorder.of("warning")]
 
 
 def test_images_have_their_normalisation_also_behind_the_guards() -> None:
@@ -41,7 +56,7 @@ def test_rows_of_numbers_in_a_column_called_image_are_no_images() -> None:
 
 def test_a_recipe_without_classes_and_images_has_no_facts(tmp_path: Path) -> None:
     recipe = Recipe(lambda: nn.Linear(1, 1), {}, {}, lambda network, batch: Loss(torch.zeros(()), 1))
-    write_model_folder(tmp_path, recipe, nn.Linear(1, 1), pytest.fail)
+    assert warnings_of(tmp_path, recipe, nn.Linear(1, 1)) == []
     assert [file.name for file in (tmp_path / "model").iterdir()] == ["prediction.json"]
     assert json.loads((tmp_path / "model" / "prediction.json").read_text()) == {}
 
@@ -51,10 +66,10 @@ def test_a_config_that_refuses_to_be_saved_does_not_end_the_run(tmp_path: Path) 
         def save_pretrained(self, folder: Path) -> None:
             raise ValueError("temperature must be above 0")
 
-    network, warnings = nn.Linear(1, 1), []
+    network = nn.Linear(1, 1)
     network.config = Refusing()
     recipe = Recipe(lambda: network, {}, {}, lambda network, batch: None, classes=("no", "yes"))
-    write_model_folder(tmp_path, recipe, network, warnings.append)
+    warnings = warnings_of(tmp_path, recipe, network)
     assert json.loads((tmp_path / "model" / "prediction.json").read_text()) == {"classes": ["no", "yes"]}
     assert warnings == [
         f"{tmp_path / 'model'} is incomplete, and so is what export makes of it: ValueError: temperature "
@@ -70,7 +85,7 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     network = transformers.BertForSequenceClassification(config).eval()
     data = SimpleNamespace(tokenizer=tokenizer)
     recipe = Recipe(lambda: network, data, data, lambda network, batch: None, classes=("no", "yes"))
-    write_model_folder(tmp_path, recipe, network, pytest.fail)
+    assert warnings_of(tmp_path, recipe, network) == []
     save_file(network.state_dict(), tmp_path / "model" / "model.safetensors", {"format": "pt"})
 
     read = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
