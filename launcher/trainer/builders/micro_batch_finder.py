@@ -63,25 +63,22 @@ def search(context: TrainContext) -> int:
 
 
 def _fits(context: TrainContext, size: int, tried: dict[int, str]) -> bool:
-    """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
+    """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does.
+
+    Raises any other error than a lack of memory, as `_shortage`.
+    """
     context.heartbeat.beat("trying micro-batches")
-    failure = _failure(context, replace(context.plan, micro_batch=size), smaller=bool(tried))
-    texts = all_gather_str(context.env, failure)
-    tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    return not tried[size]
-
-
-def _failure(context: TrainContext, plan: BatchPlan, smaller: bool) -> str:
-    """What this rank ran out of in a step of `plan`; empty if nothing. Raises as `_shortage`."""
     failure = ""
     try:
-        _pass(context, plan)
+        _pass(context, replace(context.plan, micro_batch=size))
     except Exception as error:
-        failure = _shortage(error, smaller)
+        failure = _shortage(error, smaller=bool(tried))
     # Whether it fitted or not: all ranks drop the step, by the same collectives.
     context.stepper.abandon()
     free_memory(context.env.device)
-    return failure
+    texts = all_gather_str(context.env, failure)
+    tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return not tried[size]
 
 
 def _pass(context: TrainContext, plan: BatchPlan) -> None:
