@@ -38,30 +38,26 @@ class EarlyStopping(Callback):
     def __init__(self, context: TrainContext, config: EarlyStoppingConfig) -> None:
         assert config.patience is not None
         self.stop_reason = ""
-        self._config = config
-        self._patience = config.patience
-        self._compare_by = context.recipe.monitor
-        self._length = context.length
-        self._telemetry = context.telemetry
+        self._context, self._config, self._patience = context, config, config.patience
         self._watched: PatienceState | None = None  # None before the first evaluation
 
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         """Count an evaluation, unless it was counted before the run was restarted."""
         if not measured.evaluations:
             return
-        found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
+        found = monitored_metric(self._config.metric or self._context.recipe.monitor, measured.evaluations)
         watched, step = self._watched, position.step
         if watched is None or watched.step != step:
             self._watched = watched = self._counted(watched, found, step)
         self.stop_reason = ""
-        if watched.waited >= self._patience and not self._length.is_last_step(step):
+        if watched.waited >= self._patience and not self._context.length.is_last_step(step):
             best, delta = watched.best, self._config.min_delta
             by = f"by more than {delta:g} " if delta else ""
             self.stop_reason = (
                 f"{best.name} has not improved {by}in {counted(watched.waited, 'evaluation')}: "
                 f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
             )
-            self._telemetry.decision("early stopping", f"after step {step}: {self.stop_reason}")
+            self._context.telemetry.decision("early stopping", f"after step {step}: {self.stop_reason}")
 
     def _counted(self, watched: PatienceState | None, found: MonitoredMetric, step: int) -> PatienceState:
         """A value that is not a number improves nothing."""
