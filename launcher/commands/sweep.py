@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 from launcher import errors
@@ -27,13 +27,13 @@ from launcher.launch.worker_count import num_workers, refuse_small_batch, visibl
 from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
 from launcher.os.stdio import say, write
 from launcher.sweep.asha import Pruner
-from launcher.sweep.launchers import JobLauncher
+from launcher.sweep.launchers import JobEvent, JobLauncher
 from launcher.sweep.launchers.devices import DeviceLauncher, DevicePool
-from launcher.sweep.prepare import prepared, prepared_in_place
+from launcher.sweep.prepare import prepared
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching, imported_optuna
-from launcher.sweep.state import JobState, SweepState, count_time, read_job
+from launcher.sweep.state import JobState, SweepJob, SweepState, read_job
 
 # The first backward pass of each job imports it, in 0.3 s: it is imported once, before the forks.
 FOR_JOBS = ("torch.fx.experimental.symbolic_shapes",)
@@ -43,39 +43,39 @@ def run_sweep(
     request: Request, configs: Sequence[Config], broadcast: ConfigBroadcast, findings: Sequence[int]
 ) -> int:
     """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
-    settings = configs[0].sweep
-    if broadcast.launch.has_external_launcher:
-        if settings.name != "grid" or settings.prune != "none":
-            how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
-            raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")
-        return run_in_place(request, configs, broadcast, findings)
-    if settings.name == "grid" and settings.stop.max_trials is not None:
+    settings, in_place = configs[0].sweep, broadcast.launch.has_external_launcher
+    searches = settings.name != "grid"
+    if in_place and (searches or settings.prune != "none"):
+        how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
+        raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")
+    if not searches and settings.stop.max_trials is not None:
         advice = "List fewer values, or draw them at random: sweep=random."
         raise errors.ConfigError(f"sweep.stop.max_trials: a grid runs all of its jobs. {advice}")
     if settings.name == "tpe" or settings.prune == "asha":
         imported_optuna()  # refused before the sweep's directory is made
 
     def devices_of(config: Config) -> int:
-        nproc = devices_of_a_job(config)
+        nproc = broadcast.launch.world_size if in_place else devices_of_a_job(config)
         refuse_small_batch(config, broadcast.launch, nproc)
         return nproc
 
-    launcher, alone = launcher_of(settings, min(map(devices_of, configs)))  # also refused before that
-    searches, signals = (
-        settings.name != "grid",
-        StopSignal(save_means_stop(configs[0].launch.preempt_signals)),
-    )
-    with prepared(request, configs) as (directory, record, placed), signal_handlers_installed(signals):
+    signals = StopSignal(save_means_stop(configs[0].launch.preempt_signals))
+    smallest = min(map(devices_of, configs))  # also refused before that
+    launcher, alone = launcher_of(settings, smallest, broadcast, signals)
+    with (
+        prepared(request, configs) as (directory, record, placed),
+        # In place each job has handlers of its own; between two jobs there is nothing to save.
+        nullcontext() if in_place else signal_handlers_installed(signals),
+    ):
         for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
             job.nproc = devices_of(config)
         pruner = None if settings.prune == "none" else Pruner(directory, settings.grace_period, record.jobs)
         search = None
         if searches:
             search = Searching(request, directory, record, configs[0], devices_of, launcher.has_capacity)
-        with signals_blocked():
-            # Other launchers start processes elsewhere.
-            if (record.left or searches) and settings.launcher == "devices":
-                of_tracker = [name for name in configs[0].tracker.names if name == "wandb"]
+        if (record.left or searches) and isinstance(launcher, DeviceLauncher):
+            of_tracker = [name for name in configs[0].tracker.names if name == "wandb"]
+            with signals_blocked():
                 preload([*FOR_JOBS, *of_tracker])  # wandb takes 1 s to import
         progress = SweepProgress(
             directory, record.jobs, alone, settings.stop.max_trials if searches else None
@@ -91,9 +91,40 @@ def run_sweep(
         took = f"{record.device_seconds / 3600:.3g} device hours"
         say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done in {took}", sys.stdout)
         if record.left and scheduler.asked:
-            say_stopped(directory_override("sweep.resume", directory))
+            lost_a_rank = isinstance(launcher, InPlaceLauncher) and launcher.lost_a_rank
+            say_stopped(directory_override("sweep.resume", directory), lost_a_rank)
         compare_jobs(directory)
         return exit_code_of(record, scheduler, findings)
+
+
+class InPlaceLauncher(JobLauncher):
+    """Runs jobs on the ranks that torchrun or a scheduler has started: `submit` returns when its job is over.
+
+    No job follows one that a signal has stopped, nor one in which a rank has failed alone and the others have
+    lost it.
+    """
+
+    def __init__(self, broadcast: ConfigBroadcast, signals: StopSignal) -> None:
+        self.lost_a_rank = False
+        self._broadcast, self._signals = broadcast, signals
+        self._ended: list[JobEvent] = []
+
+    def has_capacity(self, job: SweepJob) -> bool:
+        return not self._ended
+
+    def submit(self, job: SweepJob, directory: Path) -> None:
+        code = run_in(directory, self._broadcast)
+        self._ended.append(JobEvent(job.number, code))
+        self.lost_a_rank = self._broadcast.group_broken or code == errors.StalledError.exit_code
+        if self.lost_a_rank or code in errors.STOPPED:
+            self._signals.handler(signal.SIGTERM)
+
+    def poll(self, wait_s: float) -> Sequence[JobEvent]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stop(self, job: SweepJob, at_once: bool = False) -> None:
+        return  # none runs while the scheduler asks
 
 
 def devices_of_a_job(config: Config) -> int:
@@ -110,11 +141,15 @@ def devices_of_a_job(config: Config) -> int:
     return workers
 
 
-def launcher_of(settings: SweepConfig, nproc: int) -> tuple[JobLauncher, bool]:
-    """The launcher that `sweep.launcher` names, and whether it runs one job at a time, which prints itself.
+def launcher_of(
+    settings: SweepConfig, nproc: int, broadcast: ConfigBroadcast, signals: StopSignal
+) -> tuple[JobLauncher, bool]:
+    """The launcher of the jobs, and whether it runs one job at a time, which prints itself.
 
     `nproc` is of the smallest job.
     """
+    if broadcast.launch.has_external_launcher:
+        return InPlaceLauncher(broadcast, signals), True
     if settings.launcher == "slurm":
         from launcher.sweep.launchers.slurm import SlurmLauncher
 
@@ -136,31 +171,34 @@ def pool_of(settings: SweepConfig) -> DevicePool:
 
 
 def run_in_child(directory: Path) -> int:
-    """Run the job of a folder in this process, forked from the sweep's; returns its exit code."""
+    """`run_in` for a process that was forked from the sweep's."""
     try:
-        config, overrides = read_job(directory)
-        run_job(config, overrides, ConfigBroadcast(LaunchEnv(), run_worker))
+        return run_in(directory, ConfigBroadcast(LaunchEnv(), run_worker))
     except (KeyboardInterrupt, errors.Interrupted):
         return errors.INTERRUPTED
+
+
+def run_in(directory: Path, broadcast: ConfigBroadcast) -> int:
+    """Run the job of a folder, and report its failure; returns its exit code."""
+    try:
+        config, overrides = read_job(directory)
+        run_job(config, overrides, broadcast)
     except Exception as error:
-        return report_failure_of_job(error)
+        if isinstance(error, LauncherError) and error.exit_code in errors.STOPPED:
+            # Without how to resume: the sweep says how to resume all its jobs.
+            error.args = (str(error).partition(f" {TO_RESUME}")[0],)
+        return report_failure(error)
     return 0
 
 
-def is_stop(error: Exception) -> bool:
-    """Whether a signal has ended the job."""
-    return isinstance(error, LauncherError) and error.exit_code in errors.STOPPED
-
-
-def report_failure_of_job(error: Exception) -> int:
-    """`report_failure` without how to resume: the sweep says how to resume all its jobs."""
-    if is_stop(error):
-        error.args = (str(error).partition(f" {TO_RESUME}")[0],)
-    return report_failure(error)
-
-
-def say_stopped(again: str) -> None:
-    write(f"sweep: stopped. {TO_RESUME} {again}: it continues with the jobs that are not done\n", sys.stderr)
+def say_stopped(again: str, lost_a_rank: bool) -> None:
+    """How to continue. The same command would begin with the job in which a rank was lost, and end again."""
+    if lost_a_rank:
+        how = "a rank failed alone, and the others have lost it: these processes run no further job. "
+        how += f"To run the rest, each job on processes of its own: {program()} -m {again}"
+    else:
+        how = f"stopped. {TO_RESUME} {again}: it continues with the jobs that are not done"
+    write(f"sweep: {how}\n", sys.stderr)
 
 
 def exit_code_of(record: SweepState, scheduler: Scheduler, findings: Sequence[int]) -> int:
@@ -173,46 +211,6 @@ def exit_code_of(record: SweepState, scheduler: Scheduler, findings: Sequence[in
     if not codes and scheduler.asked and record.left:
         stopped.append(saved)
     return next((code for code in (*codes, *stopped) if code), 0)
-
-
-def run_in_place(
-    request: Request, configs: Sequence[Config], broadcast: ConfigBroadcast, findings: Sequence[int]
-) -> int:
-    """`run_sweep` on the ranks that torchrun or a scheduler has started.
-
-    A job that fails is reported at once. It ends the sweep only where a signal has stopped it, or where a
-    rank has failed alone and the others have lost it.
-    """
-    exit_codes: list[int] = []  # of the jobs that failed, in order
-    started, stopped, group_broken = 0, False, False
-    directory, record, placed = prepared_in_place(request, configs)
-    for job, config in zip(record.jobs, placed, strict=True):
-        started += 1
-        say(f"sweep: job {started} of {len(placed)}: {config.run.dir}", sys.stdout)
-        job.started, job.nproc = time.time(), broadcast.launch.world_size
-        try:
-            run_job(config, job.overrides, broadcast)
-        except Exception as error:
-            stopped = is_stop(error)
-            how = "stopped" if stopped else "failed"
-            say(f"sweep: job {started} of {len(placed)} {how}", sys.stderr)
-            exit_codes.append(report_failure_of_job(error))
-            group_broken = broadcast.group_broken or isinstance(error, errors.StalledError)
-            if stopped or group_broken:
-                break
-        finally:
-            count_time(job, time.time())
-            with suppress(OSError):
-                record.write(directory)
-    say(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", sys.stdout)
-    if stopped:
-        say_stopped(directory_override("hydra.sweep.dir", directory))
-    elif group_broken and started < len(placed):
-        lost = "a rank failed alone, and the others have lost it: these processes run no further job"
-        again = f"{program()} -m {directory_override('sweep.resume', directory)}"
-        write(f"sweep: {lost}. To run the rest, each job on processes of its own: {again}\n", sys.stderr)
-    compare_jobs(directory)
-    return next((code for code in exit_codes if code not in findings), 0)
 
 
 def compare_jobs(directory: Path) -> None:

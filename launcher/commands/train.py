@@ -38,7 +38,7 @@ def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[i
         return 0
     for config in configs:  # all jobs are checked before the first starts
         refuse_missing(config.tracker)
-        if broadcast.launch.has_external_launcher or not request.multirun:
+        if not request.multirun:  # a sweep divides the devices among its jobs
             refuse_small_batch(config, broadcast.launch)
     if request.multirun:
         from launcher.commands.sweep import run_sweep

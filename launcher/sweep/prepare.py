@@ -23,7 +23,7 @@ from launcher.errors import ConfigError, listed
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import JOB, SWEEP, as_typed_config
+from launcher.run_dir.records import SWEEP, as_typed_config
 from launcher.sweep.state import SweepJob, SweepState, recover, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
@@ -73,24 +73,6 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
             Path(config.run.dir).mkdir(exist_ok=True)
             write_job(config, job.overrides)
         yield directory, record, of_jobs
-
-
-def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path, SweepState, list[Config]]:
-    """`prepared` on ranks that have been started.
-
-    There is no lock, and jobs have no job.json: a sweep that continues elsewhere may have other numbers of
-    ranks. The record, made anew, says how; the states of the jobs are in their folders.
-    """
-    directory = directory_of(request, configs)
-    jobs = jobs_of(request)
-    if not (directory / SWEEP).exists():
-        refuse_foreign(directory)
-    record = _new_record(request, jobs)
-    with _writing(directory):
-        record.write(directory)
-        for job in jobs:
-            (made(directory / job.name) / JOB).unlink(missing_ok=True)  # of a command with other settings
-    return directory, record, [place(each, directory, job) for each, job in zip(configs, jobs, strict=True)]
 
 
 def _writing(directory: Path, again: str = "") -> AbstractContextManager[None]:
@@ -177,18 +159,14 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
     given = request.value_of(DIRECTORY)
     if given is not None:
         path = interpolated(DIRECTORY, given, as_typed_config(configs[0]))
-        return made(Path(os.path.expanduser(path)).absolute())
+        directory = Path(os.path.expanduser(path)).absolute()
+        with _writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        return directory
     recipes = {config.recipe.name for config in configs}
     root = (ROOT / (recipes.pop() if len(recipes) == 1 else "several")).absolute()
     with _writing(root):
         return new_directory(root)
-
-
-def made(directory: Path) -> Path:
-    """Create the directory and return it. Raises StorageError."""
-    with _writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 def is_setting(key: str) -> bool:

@@ -26,7 +26,7 @@ from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
 from launcher.errors import ConfigError
-from launcher.sweep.prepare import job_name, prepared_in_place
+from launcher.sweep.prepare import job_name, prepared
 
 CHOICES = group_choices(conf_dir())
 
@@ -278,16 +278,16 @@ def test_a_sweep_runs_the_checked_jobs_in_directories_of_their_own(
     monkeypatch.chdir(tmp_path)
     request = Request(("recipe=resnet18", "optim.lr=0.1,0.2", "tracker=none", *settings), multirun=True)
     configs = compose_jobs(request)
-    sweep, record, placed = prepared_in_place(request, configs)
-    assert [job.overrides for job in record.jobs] == [
-        ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
-    ]
-    for config, checked, directory in zip(placed, configs, directories, strict=True):
-        assert Path(config.run.dir).is_dir()
-        assert Path(config.run.dir).relative_to(tmp_path).match(directory)
-        assert config.tracker.group == sweep.name
-        unplaced = dataclasses.replace(config, run=checked.run, tracker=checked.tracker)
-        assert unplaced == checked
+    with prepared(request, configs) as (sweep, record, placed):
+        assert [job.overrides for job in record.jobs] == [
+            ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
+        ]
+        for config, checked, directory in zip(placed, configs, directories, strict=True):
+            assert Path(config.run.dir).is_dir()
+            assert Path(config.run.dir).relative_to(tmp_path).match(directory)
+            assert config.tracker.group == sweep.name
+            unplaced = dataclasses.replace(config, run=checked.run, tracker=checked.tracker)
+            assert unplaced == checked
 
 
 OWN_RECIPE = """

@@ -56,6 +56,7 @@ def test_an_experiment_runs_in_several_precisions_and_is_compared(tmp_path) -> N
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "multirun" / "resnet18").iterdir()
     assert {path.name for path in sweep.iterdir() if path.is_file()} == {
+        ".lock",
         "report.html",
         "side_by_side.md",
         "summary.csv",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -202,6 +203,22 @@ def test_a_sweep_goes_on_after_a_failed_job(start, tmp_path) -> None:
         "optim.lr=7",
         "seed=1",
     ]
+    jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    assert [(job["state"], job["exit"], job["nproc"]) for job in jobs] == [
+        ("failed", 7, 2),
+        ("failed", 1, 2),
+        ("done", 0, 2),
+    ]
+
+
+def test_a_sweep_in_place_stops_at_a_failed_job_where_that_is_asked_for(start, tmp_path) -> None:
+    words = ["-m", "recipe=resnet18", "optim.lr=7,0.1", "sweep.on_failure=stop"]
+    results = ends(start(FRONT, words, 2))
+    assert [code for code, _, _ in results] == [7, 7], results
+    (sweep,) = (tmp_path / "multirun" / "resnet18").iterdir()
+    states = [job["state"] for job in json.loads((sweep / "sweep.json").read_text())["jobs"]]
+    assert states == ["failed", "waiting"]
+    assert f"the same command with sweep.resume={sweep}: it continues" in results[0][2]
 
 
 def test_a_rank_that_fails_alone_ends_the_sweep_with_the_command_that_continues_it(start, tmp_path) -> None:
