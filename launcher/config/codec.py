@@ -36,13 +36,16 @@ def encoded(value: Any) -> dict[str, Any]:
 
 def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """The dataclass whose fields a file holds by name."""
-    found, rest, fields = {}, dict(record), _fields(typing.cast(object, kind))
-    for field, hint in fields:
-        if field.name in record:
+    found, rest, flat = {}, dict(record), ""
+    for field, hint in _fields(typing.cast(object, kind)):
+        if "flat" in field.metadata:
+            flat = field.name
+        elif field.name in record:
             found[field.name] = _built(hint, rest.pop(field.name))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             found[field.name] = BLANKS.get(typing.get_origin(hint) or hint)
-    found |= {field.name: rest for field, _ in fields if "flat" in field.metadata}
+    if flat:
+        found[flat] = rest
     return kind(**found)
 
 

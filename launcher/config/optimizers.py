@@ -8,13 +8,14 @@ mappings with patterns of parameter names; which match is known once there is a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from launcher.config import rules as value_rules
+from launcher.config.codec import FLAT
 from launcher.config.messages import show, unknown_key
-from launcher.config.rules import Name, NotNegative, Options, Positive, Rate, Rule
+from launcher.config.rules import Name, NotNegative, Positive, Rate, Rule
 
 GROUPS = "optim.groups"
 GROUPS_EXAMPLE = '[{match:"*.bias",weight_decay:0}]'
@@ -37,7 +38,9 @@ class GroupConfig:
     frozen: bool = False
 
 
-_groups = Rule("a list of groups", lambda value: isinstance(value, list | tuple))
+_groups = Rule(
+    f"a list of groups, for example {GROUPS_EXAMPLE}", lambda value: isinstance(value, list | tuple)
+)
 Groups = Annotated[tuple[GroupConfig, ...], _groups]
 
 
@@ -50,7 +53,7 @@ class OptimConfig:
     clip_norm: Positive | None
     groups: Groups
     decay_norm_and_bias: bool
-    options: Options
+    options: dict[str, Any] = field(metadata=FLAT)
 
     @property
     def weight_decay(self) -> float:
@@ -113,11 +116,8 @@ def group_rules() -> Mapping[str, Rule]:
 
 
 def group_problems(value: object) -> Iterator[str]:
-    """One line per mistake in the value of optim.groups; none for a valid one."""
-    if not isinstance(value, list | tuple):
-        yield f"{GROUPS}={show(value)}: must be a list of groups, for example {GROUPS_EXAMPLE}."
-        return
-    for number, group in enumerate(value):
+    """One line per mistake in the groups of optim.groups; none for valid ones."""
+    for number, group in enumerate(value if isinstance(value, list | tuple) else ()):
         path = f"{GROUPS}[{number}]"
         if not isinstance(group, Mapping):
             yield f"{path}={show(group)}: must be a mapping with the keys {', '.join(group_rules())}."
@@ -134,13 +134,11 @@ def group_problems(value: object) -> Iterator[str]:
 
 
 def completed(optim: Mapping[str, Any]) -> dict[str, Any]:
-    """A valid section with all keys in each group, patterns as lists, and whole numbers as floats."""
-    defaults = {each.name: each.default for each in fields(GroupConfig) if each.default is not MISSING}
-    found: list[dict[str, object]] = []
-    for group in optim["groups"]:
-        match = [group["match"]] if isinstance(group["match"], str) else [*group["match"]]
-        found.append({**defaults, **group, "match": match})
-    options = optim["options"]
-    if optim["name"] in OPTIMIZERS:  # of an own one a whole number may have to be one
-        options = {key: float(value) if type(value) is int else value for key, value in options.items()}
-    return {**optim, "groups": found, "options": options}
+    """A valid section with patterns as lists, and whole numbers of a built-in optimizer's keys as floats."""
+    groups = [
+        {**group, "match": [group["match"]] if isinstance(group["match"], str) else [*group["match"]]}
+        for group in optim["groups"]
+    ]
+    built_in = OPTIMIZERS[optim["name"]].keys if optim["name"] in OPTIMIZERS else ()
+    floats = {key: float(optim[key]) for key in built_in if type(optim[key]) is int}
+    return {**optim, **floats, "groups": groups}

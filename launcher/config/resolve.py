@@ -27,7 +27,7 @@ from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE
 from launcher.config.other_keys import advice_for
 from launcher.config.overrides import MOST_JOBS, value_of
 from launcher.config.rules import value_problem
-from launcher.config.schema import Config, paths_of, value_at
+from launcher.config.schema import Config, RecipeConfig, options_of, paths_of, value_at
 from launcher.config.search_space import Interval, Space
 from launcher.errors import ConfigError, first_line
 
@@ -184,7 +184,7 @@ def checked_tree(
             choice = f"recipe=FILE.py of your own, or recipe=<name>: {', '.join(recipes)}"
             problems.append(f"recipe: none is chosen. Give {choice}.")
     else:
-        problems += recipe_problems(tree)
+        problems += recipe_problems(values, value_at(tree, "recipes.path"))
     for key, path in composition.user_paths(tree, composition.PATH_KEYS):
         if not os.path.exists(os.path.expanduser(path)):  # False also for a name that is too long
             where = composition.absolute(path)
@@ -211,9 +211,9 @@ def unknown_problem(
     return texts.unknown_key(written, key, known)
 
 
-def recipe_problems(tree: Mapping[str, object]) -> Iterator[str]:
-    """A recipe that no file offers, and options that its function does not take."""
-    uses, own = value_at(tree, "recipe.uses"), value_at(tree, "recipes.path")
+def recipe_problems(recipe: Mapping[str, object], own: object) -> Iterator[str]:
+    """A recipe that neither our files nor `own` offers, and options that its function does not take."""
+    uses = recipe.get("uses")
     files = [*recipes_dir().glob("*.py"), *([Path(os.path.expanduser(own))] if isinstance(own, str) else [])]
     offered = recipe_file.offered(files)
     if offered is None or not isinstance(uses, str):
@@ -221,7 +221,7 @@ def recipe_problems(tree: Mapping[str, object]) -> Iterator[str]:
     if uses not in offered:
         yield texts.unknown_name(f"recipe.uses={uses}", uses, sorted(offered))
     elif (function := offered[uses]) is not None:
-        for name, value in validation.gather_options(tree)["recipe"][validation.OPTIONS].items():
+        for name, value in options_of(recipe, RecipeConfig).items():
             if function.arguments is not None and name not in function.arguments:
                 what = f"recipe.{name} (an option of {function.name})"
                 yield texts.unknown_name(what, name, sorted(function.arguments))

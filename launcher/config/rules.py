@@ -122,7 +122,6 @@ trackers = Rule(  # other names than these are checked where recipe files are kn
 )
 
 Name = Annotated[str, name]
-Options = Annotated[dict[str, Any], Rule("a section", lambda value: isinstance(value, dict))]
 Share = Annotated[float, share]
 Positive = Annotated[float, number("above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, number("of at least 0", lambda value: value >= 0)]

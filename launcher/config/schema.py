@@ -8,14 +8,14 @@ Hydra.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from launcher.config import rules as value_rules
-from launcher.config.codec import decoded, encoded
+from launcher.config.codec import FLAT, decoded, encoded
 from launcher.config.optimizers import OPTION_RULES, OptimConfig
-from launcher.config.rules import Name, NotNegative, Options, Positive, Rule, Share
+from launcher.config.rules import Name, NotNegative, Positive, Rule, Share
 
 Auto = Literal["auto"]
 Text = Annotated[str, value_rules.text]
@@ -42,7 +42,7 @@ class RecipeConfig:
     name: Name
     uses: Name
     # The arguments of the recipe's function, as its file or its YAML lists them.
-    options: Options = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata=FLAT)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelConfig:
     init_from: Text | None
     init_from_strict: bool
     init_from_sha256: Sha256 | None
-    options: Options  # the model's own keys, as its YAML lists them
+    options: dict[str, Any] = field(metadata=FLAT)  # the model's own keys, as its YAML lists them
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DataConfig:
     max_bad_samples: CountOrZero
     drop_last: bool
     augment: AugmentConfig
-    options: Options  # the data set's own keys, as its YAML lists them
+    options: dict[str, Any] = field(metadata=FLAT)  # the data set's own keys, as its YAML lists them
 
 
 DEFAULT_EPOCHS = 10  # of a run for which neither train.epochs nor train.max_steps is given
@@ -273,20 +273,31 @@ class Config:
     recipes: RecipesConfig
 
 
-def to_dict(config: Config) -> dict[str, object]:
-    """The config as JSON values, the inverse of `from_dict`."""
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as JSON values, with the keys that users type; the inverse of `from_dict`."""
     return encoded(config)
 
 
-def from_dict(values: dict[str, object]) -> Config:
+def from_dict(values: Mapping[str, object]) -> Config:
     """The config from values known to be valid: from `to_dict`, or checked in `validation`."""
     return decoded(Config, values)
 
 
 @cache
-def types_of(kind: object) -> dict[str, object]:
-    """The type of each field of a dataclass, with its rule. Evaluating its text takes 0.1 ms."""
-    return get_type_hints(kind, include_extras=True)
+def types_of(kind: Any) -> dict[str, object]:
+    """The type of each key of a section, with its rule. Evaluating its text takes 0.1 ms."""
+    types = get_type_hints(kind, include_extras=True)
+    return {each.name: types[each.name] for each in fields(kind) if "flat" not in each.metadata}
+
+
+def has_options(kind: Any) -> bool:
+    """Whether a section may have keys that its class does not name: those of one recipe, model, ..."""
+    return any("flat" in each.metadata for each in fields(kind))
+
+
+def options_of(section: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """The keys of a section that its class collects as `options`, with their values."""
+    return {key: value for key, value in section.items() if key not in types_of(kind)}
 
 
 @cache
@@ -304,13 +315,11 @@ def _rules(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Rule
             yield f"{prefix}{key}", value_rules.rule_of(kind)
 
 
-def leaves(
-    values: Mapping[str, object], prefix: str = "", whole: str | None = None
-) -> Iterator[tuple[str, object]]:
-    """Dotted path and value of each leaf; a section with the name `whole` counts as one leaf."""
+def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted path and value of each leaf."""
     for key, value in values.items():
-        if isinstance(value, Mapping) and key != whole:
-            yield from leaves(value, f"{prefix}{key}.", whole)
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -12,22 +12,29 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from launcher.config.messages import show, summary, unknown_key
-from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed, group_problems, is_fused
+from launcher.config.optimizers import (
+    OPTIMIZERS,
+    OPTION_RULES,
+    OptimConfig,
+    completed,
+    group_problems,
+    is_fused,
+)
 from launcher.config.rules import OUTLIER_WINDOW, value_problem
 from launcher.config.schema import (
     DEFAULT_EPOCHS,
     Config,
     from_dict,
-    leaves,
+    has_options,
+    options_of,
     rules,
     types_of,
+    value_at,
 )
 from launcher.errors import ConfigError
 
-OPTIONS = "options"  # the dataclass field for keys of one recipe, model, data set or optimizer only
 
-
-def parse(tree: Mapping[str, object]) -> Config:
+def parse(tree: Mapping[str, Any]) -> Config:
     """The typed config of a composed YAML tree; raises one ConfigError with all its problems."""
     config, problems = checked(tree)
     if problems:
@@ -36,36 +43,37 @@ def parse(tree: Mapping[str, object]) -> Config:
     return config
 
 
-def checked(tree: Mapping[str, object]) -> tuple[Config | None, list[str]]:
+def checked(tree: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
     """The typed config of a composed YAML tree, or one line for each of its problems.
 
     Relations between keys are checked where each value by itself is valid.
     """
-    values = gather_options(tree)
-    if problems := find_problems(values):
+    if problems := find_problems(tree):
         return None, problems
-    optim, run = completed(values["optim"]), {"dir": values["run"]["dir"] or ""}
-    config = from_dict({**values, "optim": optim, "run": run})
+    config = from_dict({**tree, "optim": completed(tree["optim"]), "run": {"dir": tree["run"]["dir"] or ""}})
     return config, [*relation_problems(config)]
 
 
-def find_problems(values: Mapping[str, Any]) -> list[str]:
-    """One line per missing, unknown or wrong key of a tree from `gather_options`."""
-    if wrong_keys := list(key_problems(values, types_of(Config), "")):
+def find_problems(tree: Mapping[str, Any]) -> list[str]:
+    """One line per missing, unknown or wrong key of a tree."""
+    if wrong_keys := list(key_problems(tree, types_of(Config), "")):
         return wrong_keys
-    found = dict(leaves(values, whole=OPTIONS))
-    if (built_in := OPTIMIZERS.get(str(found["optim.name"]))) is not None:  # another one checks its options
-        options = values["optim"][OPTIONS]
-        if wrong_keys := list(key_problems(options, dict.fromkeys(built_in.keys), "optim.")):
+    optim, skipped = tree["optim"], {f"optim.{key}" for key in OPTION_RULES}
+    if (built_in := OPTIMIZERS.get(str(optim["name"]))) is not None:  # another one checks its options
+        options, known = options_of(optim, OptimConfig), dict.fromkeys(built_in.keys)
+        if wrong_keys := list(key_problems(options, known, "optim.")):
             return wrong_keys
-        found |= {f"optim.{key}": value for key, value in options.items()}
-    in_groups = list(group_problems(found.pop(GROUPS)))
-    wrong = {path: value for path, value in found.items() if not rules()[path].holds(value)}
-    return [*(value_problem(path, value, rules()[path]) for path, value in wrong.items()), *in_groups]
+        skipped -= {f"optim.{key}" for key in known}
+    values = ((path, value_at(tree, path), rule) for path, rule in rules().items() if path not in skipped)
+    wrong = [value_problem(path, value, rule) for path, value, rule in values if not rule.holds(value)]
+    return [*wrong, *group_problems(optim["groups"])]
 
 
-def key_problems(values: Mapping[str, Any], kinds: Mapping[str, object], prefix: str) -> Iterator[str]:
-    for key in values.keys() - kinds.keys():
+def key_problems(
+    values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str, open_ended: bool = False
+) -> Iterator[str]:
+    """The keys that are missing, and the unknown ones unless the section is `open_ended`."""
+    for key in () if open_ended else values.keys() - kinds.keys():
         yield unknown_key(f"{prefix}{key}", f"{prefix}{key}", [f"{prefix}{name}" for name in kinds])
     for key, kind in kinds.items():
         path = f"{prefix}{key}"
@@ -77,7 +85,7 @@ def key_problems(values: Mapping[str, Any], kinds: Mapping[str, object], prefix:
             )
         elif is_dataclass(kind):
             if isinstance(values[key], Mapping):
-                yield from key_problems(values[key], types_of(kinds[key]), f"{path}.")
+                yield from key_problems(values[key], types_of(kinds[key]), f"{path}.", has_options(kind))
             else:
                 yield f"{path}={show(values[key])}: must be a section with keys of its own."
 
@@ -194,15 +202,3 @@ def _evaluates_only_at_the_end(config: Config) -> bool:
     if train.eval_every_steps is not None or (train.max_steps and not train.epochs):
         return False
     return train.eval_every_epochs >= (train.epochs or DEFAULT_EPOCHS)
-
-
-def gather_options(tree: Mapping[str, object]) -> dict[str, Any]:
-    """The tree with the keys of one recipe, model, data set or optimizer only collected below `options`."""
-    gathered = dict(tree)
-    for section in ("recipe", "model", "data", "optim"):
-        values = tree.get(section)
-        if isinstance(values, Mapping):
-            known = types_of(types_of(Config)[section]).keys() - {OPTIONS}
-            own = {key: value for key, value in values.items() if key not in known}
-            gathered[section] = {**{key: values[key] for key in values if key not in own}, OPTIONS: own}
-    return gathered

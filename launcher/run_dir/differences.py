@@ -10,9 +10,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from launcher.config.messages import to_override
-from launcher.config.schema import Config, leaves
+from launcher.config.schema import Config, leaves, to_dict
 from launcher.errors import ConfigError
-from launcher.run_dir.records import CHECKPOINTS, CONFIG, as_typed_config
+from launcher.run_dir.records import CHECKPOINTS, CONFIG
 from launcher.run_dir.status import FILE_NAME
 
 # Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
@@ -78,7 +78,7 @@ def differences(config: Config, directory: Path) -> dict[str, str]:
 
 def settings_of(config: Config) -> dict[str, str]:
     """What a run learns from, as texts by dotted key. A checkpoint keeps them."""
-    return _texts(as_typed_config(config))
+    return _texts(to_dict(config))
 
 
 def changes(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.config.codec import encoded
 from launcher.config.schema import Config, to_dict
@@ -66,19 +65,11 @@ def foreign_to_a_run(directory: Path) -> list[str]:
     return [name for name in files if (directory / name).exists()]
 
 
-def as_typed_config(config: Config) -> dict[str, Any]:
-    """The config as users type it: options of recipe, model, data set and optimizer beside the other keys."""
-    shape: dict[str, Any] = to_dict(config)
-    for group in ("recipe", "model", "data", "optim"):
-        shape[group].update(shape[group].pop("options"))
-    return shape
-
-
 def config_yaml(config: Config) -> str:
-    """`as_typed_config` as YAML, in the order of the schema."""
+    """The config as YAML, in the order of the schema."""
     import yaml
 
-    text: str = yaml.safe_dump(as_typed_config(config), sort_keys=False, allow_unicode=True, width=110)
+    text: str = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=110)
     return text
 
 

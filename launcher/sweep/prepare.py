@@ -17,13 +17,13 @@ from launcher.config.composition import Request, interpolated
 from launcher.config.messages import directory_override
 from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
-from launcher.config.schema import Config
+from launcher.config.schema import Config, to_dict
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import SWEEP, as_typed_config
+from launcher.run_dir.records import SWEEP
 from launcher.sweep.state import SweepJob, SweepState, recover, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
@@ -158,7 +158,7 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         return directory
     given = request.value_of(DIRECTORY)
     if given is not None:
-        path = interpolated(DIRECTORY, given, as_typed_config(configs[0]))
+        path = interpolated(DIRECTORY, given, to_dict(configs[0]))
         directory = Path(os.path.expanduser(path)).absolute()
         with _writing(directory):
             directory.mkdir(parents=True, exist_ok=True)

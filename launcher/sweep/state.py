@@ -16,12 +16,12 @@ from enum import StrEnum, auto
 from pathlib import Path
 
 from launcher.config.codec import decoded, encoded
-from launcher.config.schema import Config
+from launcher.config.schema import Config, to_dict
 from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
+from launcher.run_dir.records import JOB, RESULT, SWEEP, foreign_to_a_run
 from launcher.run_dir.result import Result
 
 
@@ -166,7 +166,7 @@ def refuse_foreign(directory: Path) -> None:
 
 def write_job(config: Config, overrides: Sequence[str]) -> None:
     """Write job.json to the folder `config.run.dir`, which exists. Raises OSError."""
-    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), "config": as_typed_config(config)})
+    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), "config": to_dict(config)})
 
 
 def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:

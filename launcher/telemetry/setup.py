@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from launcher.config.schema import Config
+from launcher.config.schema import Config, to_dict
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import clear_away
-from launcher.run_dir.records import TRACKERS, as_typed_config
+from launcher.run_dir.records import TRACKERS
 from launcher.telemetry.console.console import Console
 from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.status import StatusFile
@@ -86,7 +86,7 @@ def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, s
         name=tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
         run_id=run_id,
         project=tracker.project,
-        config=as_typed_config(config),
+        config=to_dict(config),
         group=tracker.group,
         tags=tracker.tags,
         notes=tracker.notes,

@@ -9,9 +9,8 @@ import pytest
 
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
-from launcher.config.schema import Config
+from launcher.config.schema import Config, to_dict
 from launcher.errors import ConfigError
-from launcher.run_dir.records import as_typed_config
 from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 
@@ -57,7 +56,7 @@ def composed(*overrides: str, multirun: bool = False) -> list[Config]:
 
 def test_the_options_of_the_function_are_keys_with_its_defaults(here: Path) -> None:
     (config,) = composed("recipe=mine.py", "recipe.width=32")
-    assert as_typed_config(config)["recipe"] == {
+    assert to_dict(config)["recipe"] == {
         "name": "rings",
         "uses": "rings",
         "width": 32,

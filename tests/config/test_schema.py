@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 
 from launcher.config.groups import choice_values, conf_dir
 from launcher.config.messages import nearest
-from launcher.config.optimizers import OPTIMIZERS, OptimConfig
-from launcher.config.schema import Config, from_dict, leaves, rules, to_dict, types_of
-from launcher.config.validation import OPTIONS, parse
+from launcher.config.optimizers import OPTIMIZERS, OPTION_RULES, OptimConfig
+from launcher.config.schema import Config, from_dict, paths_of, rules, to_dict, types_of
+from launcher.config.validation import parse
 from launcher.errors import ConfigError
-from launcher.run_dir.records import as_typed_config
 from tests.configs import composed
 
 
 def changed(**values: Any) -> dict[str, Any]:
     """A valid tree as YAML gives it, with these values; a key's dots are written as two underscores."""
-    tree = as_typed_config(composed("data=synthetic")) | {"run": {"dir": None}}
+    tree = to_dict(composed("data=synthetic")) | {"run": {"dir": None}}
     for key, value in values.items():
         *sections, last = key.split("__")
         target = tree
@@ -64,7 +63,7 @@ def described(file: Path) -> dict[str, bool]:
 def test_every_key_has_words_in_one_yaml() -> None:
     """In config.yaml; a key that it lacks in one file of its group. A choice's own name needs none."""
     primary = described(conf_dir() / "config.yaml")
-    keys = {path for path in rules() if not path.endswith(".options")}
+    keys = rules().keys()
     assert {path for path in primary if not primary[path]} == set()
     assert primary.keys() <= keys
     for path in keys - primary.keys():
@@ -217,7 +216,8 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
     assert isinstance(config, Config)
     assert ("betas" in config.optim.options) is adamw
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    assert {path for path, _ in leaves(to_dict(config), whole=OPTIONS)} <= rules().keys()
+    unused = {f"optim.{key}" for key in OPTION_RULES} - set(paths_of(to_dict(config)))
+    assert rules().keys() - set(paths_of(to_dict(config))) == unused
 
 
 @pytest.mark.parametrize(
