@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,17 +28,23 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import quoted
 from launcher.config.overrides import CALL, credential_problem, texts
 from launcher.config.rules import text
-from launcher.config.schema import leaves, paths_of, replaced, rules, value_at
+from launcher.config.schema import leaves, paths_of, rules, value_at
 from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
-PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # csv: of some data sets
-# The first is made where it does not exist, and a run that resumes does not need the second.
-UNCHECKED_PATH_KEYS = ("data.cache", "model.init_from")
+# data.csv is of some data sets. data.cache is made, and a run that resumes does not need model.init_from.
+PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume", "data.cache", "model.init_from")
+MAY_BE_ABSENT = ("data.cache", "model.init_from")
 WARMUP = "schedule.warmup_fraction"
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-Tree = dict[str, object]
+Tree = dict[str, Any]
+
+
+@cache
+def parsed(line: str) -> Override:
+    """An override, parsed once: it takes 1 ms, and the jobs of a sweep share most. Not to be changed."""
+    return OverridesParser.create().parse_override(line)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Request:
     def value_of(self, key: str) -> object:
         """The value that the overrides give to a key, the last one; None without one."""
         lines = [line for line in self.overrides if line.startswith(f"{key}=")]
-        return OverridesParser.create().parse_override(lines[-1]).value() if lines else None
+        return parsed(lines[-1]).value() if lines else None
 
 
 class Composer:
@@ -70,35 +77,24 @@ class Composer:
         self.request = request
         self.groups = group_choices(*request.directories)
         self.bases: dict[tuple[str, ...], tuple[DictConfig, frozenset[str]]] = {}  # by the choices
-        self.lines: dict[str, Override] = {}
-
-    def parsed(self, lines: Sequence[str]) -> list[Override]:
-        """The overrides, each parsed once: it takes 1 ms, and the jobs of a sweep share most. Not changed."""
-        if new := [line for line in lines if line not in self.lines]:
-            self.lines.update(zip(new, OverridesParser.create().parse_overrides(new), strict=True))
-        return [self.lines[line] for line in lines]
 
     def resolved(self, overrides: tuple[str, ...]) -> Tree:
         """The tree with these overrides, whose keys exist. Raises ConfigError for what YAML must not have."""
-        parsed = self.parsed(overrides)
-        base, _ = self.base(tuple(each.input_line or "" for each in parsed if self.is_choice(each)))
+        given = [*map(parsed, overrides)]
+        base, _ = self.base(tuple(each.input_line or "" for each in given if self.is_choice(each)))
         config = copy.deepcopy(base)
-        for override in parsed:
-            if not self.is_choice(override):
-                try:
-                    OmegaConf.update(config, override.key_or_group, override.value())
-                except OmegaConfBaseException as error:  # a section that has become another value
-                    raise ConfigError(f"{override.input_line}: {first_line(error)}.") from error
-        tree = resolved(config)
-        given = {override.key_or_group: override.value() for override in parsed}
-        if given.get("schedule") == "constant" and WARMUP not in given:
+        values = {override.key_or_group: override.value() for override in given}
+        if values.get("schedule") == "constant":
             # The recipe's warm-up, which is composed last, belongs to the recipe's own schedule.
-            tree = replaced(tree, {WARMUP: 0})
-        if "train.max_steps" in given and "train.epochs" not in given and value_at(tree, "train.max_steps"):
-            # Else that of the recipe would end the run in silence.
-            tree = replaced(tree, {"train.epochs": None})
+            OmegaConf.update(config, WARMUP, 0)
+        for override in given:
+            if not self.is_choice(override):
+                OmegaConf.update(config, override.key_or_group, override.value())
+        tree = resolved(config)
+        if "train.max_steps" in values and "train.epochs" not in values and value_at(tree, "train.max_steps"):
+            tree["train"]["epochs"] = None  # else that of the recipe would end the run in silence
         if isinstance(resume := value_at(tree, "checkpoint.resume"), bool):  # as other programs have it
-            tree = replaced(tree, {"checkpoint.resume": "auto" if resume else "never"})
+            tree["checkpoint"]["resume"] = "auto" if resume else "never"
         return tree
 
     def is_choice(self, override: Override) -> bool:
@@ -144,11 +140,14 @@ def resolved(config: DictConfig) -> Tree:
     if not any("${" in each for each in texts(unresolved)):
         return unresolved
     try:
-        tree = cast(Tree, OmegaConf.to_container(config, resolve=True))
+        for path, value in leaves(unresolved):
+            if isinstance(value, str) and CALL.fullmatch(value):
+                found = typed(path, OmegaConf.select(config, path))
+                if not isinstance(found, str):  # a text with ${...} would be resolved again
+                    OmegaConf.update(config, path, found)
+        return cast(Tree, OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}.") from error
-    calls = {path for path, value in leaves(unresolved) if isinstance(value, str) and CALL.fullmatch(value)}
-    return replaced(tree, {path: typed(path, value_at(tree, path)) for path in calls})
 
 
 def typed(path: str, value: object) -> object:
@@ -163,31 +162,20 @@ def typed(path: str, value: object) -> object:
     return found
 
 
-def interpolated(key: str, value: object, tree: Mapping[str, object]) -> str:
-    """The text of a key that is not in the tree, with its variables and references to keys of the tree.
+def make_paths_absolute(tree: Tree) -> Iterator[str]:
+    """Make the user's paths absolute, on which a run's records must not depend; yields what is not there.
 
-    Raises ConfigError for other references.
+    A word, such as auto, and a name of the Hugging Face hub are no paths.
     """
-    try:
-        return str(OmegaConf.create({**tree, key: value})[key])
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}={value}: cannot be resolved: {first_line(error)}.") from error
-
-
-def with_absolute_paths(tree: Tree) -> Tree:
-    """Make the user's paths absolute: a run's records must not depend on its working directory."""
-    paths = user_paths(tree, (*PATH_KEYS, *UNCHECKED_PATH_KEYS))
-    return replaced(tree, {key: absolute(path) for key, path in paths})
-
-
-def user_paths(tree: Mapping[str, object], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Those of the keys that hold a path, neither a word nor a name of the Hugging Face hub, with it."""
-    for key in keys:
+    for key in PATH_KEYS:
         path = value_at(tree, key)
         if not isinstance(path, str) or not text.holds(path):  # null, or a wrong value
             continue
         if path not in NOT_PATHS and not is_hub_name(tree, key, path):
-            yield key, path
+            section, _, name = key.partition(".")
+            tree[section][name] = absolute = str(Path(os.path.expanduser(path)).resolve())
+            if key not in MAY_BE_ABSENT and not os.path.exists(absolute):  # False also for too long a name
+                yield f"{key}={path}: there is no such file or directory ({absolute})."
 
 
 def is_hub_name(tree: Mapping[str, object], key: str, path: str) -> bool:
@@ -195,7 +183,3 @@ def is_hub_name(tree: Mapping[str, object], key: str, path: str) -> bool:
     if key != "data.path" or value_at(tree, "data.name") != "hf" or path.startswith("."):
         return False
     return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
-
-
-def absolute(path: str) -> str:
-    return str(Path(os.path.expanduser(path)).resolve())

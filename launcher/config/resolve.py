@@ -14,14 +14,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from launcher.config import composition, recipe_file, validation
 from launcher.config import messages as texts
 from launcher.config import overrides as checks
-from launcher.config.composition import Composer, Request
+from launcher.config.composition import Composer, Request, parsed
 from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE
 from launcher.config.other_keys import advice_for
@@ -75,9 +74,8 @@ def configs_of(jobs: Sequence[Composed], problems: Sequence[str] = ()) -> list[C
 
 def space_of(overrides: Sequence[str]) -> Space:
     """What the overrides of a checked request vary."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
     shared = ("hydra", "sweep")  # settings of the whole sweep, which are no jobs' own
-    return Space.of([each for each in parsed if re.split("[./]", each.key_or_group)[0] not in shared])
+    return Space.of([each for each in map(parsed, overrides) if re.split("[./]", each.key_or_group)[0] not in shared])
 
 
 def sweep_problems(space: Space, name: object) -> Iterator[str]:
@@ -112,12 +110,11 @@ def unreadable_problem(line: str, error: Exception) -> str:
 
 def accepted_overrides(request: Request, composer: Composer) -> tuple[list[Override], dict[str, list[str]]]:
     """The well-formed overrides that name existing choices, and the problems of the others by key."""
-    parser = OverridesParser.create()
     accepted: list[Override] = []
     refused: dict[str, list[str]] = {}
     for line in request.overrides:
         try:
-            override = parser.parse_override(line)
+            override = parsed(line)
             problems = override_problems(override, composer, request.multirun)
         except (HydraException, ValueError) as error:
             problems = [unreadable_problem(line, error)]
@@ -157,7 +154,7 @@ def compose_job(overrides: tuple[str, ...], composer: Composer, recipe_refused: 
     if own_file is not None:
         known |= {f"recipe.{name}" for name in recipe_file.recipe_of(own_file).defaults}
     kept, problems = [], list[str]()
-    for override in composer.parsed(overrides):
+    for override in map(parsed, overrides):
         if override.is_hydra_override():
             continue
         unknown = list(checks.unknown_keys(override.key_or_group, value_of(override), known))
@@ -185,11 +182,8 @@ def checked_tree(
             problems.append(f"recipe: none is chosen. Give {choice}.")
     else:
         problems += recipe_problems(values, value_at(tree, "recipes.path"))
-    for key, path in composition.user_paths(tree, composition.PATH_KEYS):
-        if not os.path.exists(os.path.expanduser(path)):  # False also for a name that is too long
-            where = composition.absolute(path)
-            problems.append(f"{key}={path}: there is no such file or directory ({where}).")
-    config, wrong = validation.checked(composition.with_absolute_paths(tree))
+    problems += composition.make_paths_absolute(tree)
+    config, wrong = validation.checked(tree)
     return config, [*problems, *wrong]
 
 

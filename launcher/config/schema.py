@@ -339,18 +339,6 @@ def value_at(values: object, path: str) -> object:
     return values
 
 
-def replaced(
-    values: Mapping[str, object], changes: Mapping[str, object], prefix: str = ""
-) -> dict[str, object]:
-    """A copy of `values` with `changes` applied, by dotted path."""
-    return {
-        key: replaced(value, changes, f"{prefix}{key}.")
-        if isinstance(value, Mapping)
-        else changes.get(f"{prefix}{key}", value)
-        for key, value in values.items()
-    }
-
-
 def typed_leaves(tree: Mapping[str, object]) -> dict[str, str]:
     """The values of `leaves` as users type them, by dotted path."""
     return {key: "null" if value is None else str(value) for key, value in leaves(tree)}

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from launcher.config.composition import Request, interpolated
+from omegaconf import OmegaConf
+
+from launcher.config.composition import Request
 from launcher.config.messages import directory_override
 from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
@@ -158,8 +160,8 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         return directory
     given = request.value_of(DIRECTORY)
     if given is not None:
-        path = interpolated(DIRECTORY, given, to_dict(configs[0]))
-        directory = Path(os.path.expanduser(path)).absolute()
+        path = OmegaConf.create({**to_dict(configs[0]), DIRECTORY: given})[DIRECTORY]  # with its references
+        directory = Path(os.path.expanduser(str(path))).absolute()
         with _writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
         return directory

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from launcher.config.composition import with_absolute_paths
+from launcher.config.composition import make_paths_absolute
 from launcher.config.resolve import Request, compose_jobs
 from launcher.data.images.hugging_face import list_rows
 from launcher.data.images.registry import load_images
@@ -233,7 +233,8 @@ def test_names_of_the_hub_stay_names_and_what_is_here_becomes_absolute(tmp_path,
             "checkpoint": {"resume": "auto"},
             "model": {},
         }
-        return with_absolute_paths(tree)["data"]
+        list(make_paths_absolute(tree))
+        return tree["data"]
 
     assert resolved("hf", path="uoft-cs/cifar10")["path"] == "uoft-cs/cifar10"
     assert resolved("hf", path="here")["path"] == str(tmp_path / "here")
