@@ -50,6 +50,7 @@ def ask(words: Sequence[str], directory: Path, code: str | None = None) -> subpr
         ("a=1 --cfg job b=2", Arguments("train", ("a=1", "b=2"), {"--cfg": "job"})),
         ("-cd x recipes", Arguments("recipes", (), {"--config-dir": "x"})),
         ("report a b", Arguments("report", ("a", "b"), {})),
+        ("+recipe=a ++seed=1", Arguments("train", ("recipe=a", "seed=1"), {})),
         ("", Arguments("train", (), {})),
         ("export --best RUN FILE", Arguments("export", ("RUN", "FILE"), {"--best": None})),
     ],

@@ -79,8 +79,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     if unknown:
         near = suggestion(nearest(unknown[0], [*parser._option_string_actions]))
         raise ConfigError(f"{unknown[0]}: there is no such flag.{near} See --help.")
-    # `++` means the same for a key that exists; others are refused.
-    words = tuple(word.removeprefix("++") for word in found.words)
+    # Hydra adds keys with `+`; here each key exists, or is refused.
+    words = tuple(word.lstrip("+") for word in found.words)
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
     flags = {f"--{key.replace('_', '-')}": value for key, value in vars(found).items() if key != "words"}
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def is_command(word: str) -> bool:
     """Whether a word names a command; one with a dot, such as optim.lr, is a key without its value."""
-    return "=" not in word and "." not in word and not word.startswith(("+", "~", "-"))
+    return "=" not in word and "." not in word and not word.startswith(("~", "-"))
 
 
 def known_command(word: str) -> str:

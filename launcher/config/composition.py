@@ -70,7 +70,7 @@ class Composer:
     """Composes once per set of group choices, and applies values to a copy of the result.
 
     Hydra would read all files again for each job of a sweep, in 0.2 s. Values cannot change which files are
-    read, and `launcher.config.overrides` accepts none that adds a key or deletes one.
+    read, and `launcher.config.resolve` accepts none that adds a key or deletes one.
     """
 
     def __init__(self, request: Request) -> None:

@@ -1,13 +1,13 @@
 """What a user may override on the command line.
 
 Owns the checks of single overrides against the known groups and keys before Hydra composes anything, and
-their error messages. Refuses overrides that add or delete keys, and variables named like credentials.
+their error messages. Refuses overrides that delete keys, and variables named like credentials.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override, ValueType
@@ -19,27 +19,18 @@ from launcher.config.search_space import count_of, interval_problem
 OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
 CALL = re.compile(r"\$\{[^{}]*oc\.env[^{}]*\}")
 CREDENTIAL = re.compile(r"\w*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL)\w*", re.IGNORECASE)
-KnownKeys = Callable[[], Collection[str]]  # called only when needed: a composition takes time
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about 20 seconds, and sweep.json stays below 2 MB
 SWEEP_DIRECTORY = "hydra.sweep.dir"
 
 
-def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
-    """Problems independent of the tree: deletions, additions, credentials, Hydra's own settings."""
-    reason = prefix_problem(override, known_keys) or credential_problem(value_of(override))
-    reason = reason or hydra_problem(override) or sweep_problem(override, multirun)
-    return f"{shortened(override.input_line or '')}: {reason}" if reason else None
-
-
-def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
+def form_problem(override: Override, multirun: bool) -> str | None:
+    """Problems independent of the tree: deletions, credentials, Hydra's own settings, sweeps."""
     if override.is_delete():
-        return "keys cannot be deleted. Override the key with another value instead."
-    if override.is_add() or override.is_force_add():
-        similar = suggestion(nearest(override.key_or_group, known_keys()))
-        return f"keys cannot be added, only changed (key=value, without '+').{similar}"
-    if override.package is not None:
-        return f"the package of a group is fixed. Leave out '@{override.package}'."
-    return None
+        reason: str | None = "keys cannot be deleted. Override the key with another value instead."
+    else:
+        reason = credential_problem(value_of(override)) or hydra_problem(override)
+        reason = reason or sweep_problem(override, multirun)
+    return f"{shortened(override.input_line or '')}: {reason}" if reason else None
 
 
 def credential_problem(value: object) -> str | None:
@@ -94,8 +85,6 @@ def too_many_jobs(number: int) -> str:
 def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:
     if isinstance(choice, str) and choice in choices:
         return None
-    if choice is None:
-        return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
     if group == "tracker" and isinstance(choice, list):
         return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
     near, name = nearest(show(choice), choices), show(choice)

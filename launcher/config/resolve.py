@@ -126,7 +126,7 @@ def accepted_overrides(request: Request, composer: Composer) -> tuple[list[Overr
 
 
 def override_problems(override: Override, composer: Composer, multirun: bool) -> list[str]:
-    if problem := checks.form_problem(override, multirun, lambda: composer.known(())):
+    if problem := checks.form_problem(override, multirun):
         return [problem]
     group, value = override.key_or_group, value_of(override)
     if group not in composer.groups:
