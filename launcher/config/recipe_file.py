@@ -54,28 +54,26 @@ def recipe_of(choice: str) -> RecipeFunction:
     """The function that `mine.py` or `mine.py:name` chooses. Raises ConfigError."""
     file, name = _split(choice)
     functions = _functions(choice, Path(os.path.expanduser(file)))
-    if not name and len(functions) == 1:
-        return functions[0]
-    names = [function.name for function in functions]
-    if not name:
+    names = [*functions]
+    if not name and len(names) > 1:
         raise ConfigError(
             f"recipe={choice}: the file has the recipes {', '.join(names)}. Choose one: "
             f"recipe={file}:{names[0]}"
         )
-    if name not in names:
+    if name and name not in names:
         raise ConfigError(
             f"recipe={choice}: the file has no @recipe of this name.{suggestion(nearest(name, names))} "
             f"It has: {', '.join(names)}."
         )
-    return functions[names.index(name)]
+    return functions[name or names[0]]
 
 
-def offered(files: Iterable[Path]) -> dict[str, RecipeFunction | None] | None:
-    """What these files offer under @recipe, by name; no function for one that is marked by a call.
+def offered(files: Iterable[Path]) -> dict[str, RecipeFunction] | None:
+    """What these files offer under @recipe, by name.
 
     None where that is known only once they run: a name is computed, or a file cannot be parsed.
     """
-    found: dict[str, RecipeFunction | None] = {}
+    found: dict[str, RecipeFunction] = {}
     for file in files:
         try:
             found |= _offered_in(file.read_bytes())
@@ -85,15 +83,16 @@ def offered(files: Iterable[Path]) -> dict[str, RecipeFunction | None] | None:
 
 
 @cache  # each job of a sweep asks
-def _offered_in(source: bytes) -> dict[str, RecipeFunction | None]:
+def _offered_in(source: bytes) -> dict[str, RecipeFunction]:
     """What `offered` finds in one file. Raises ValueError where a name is computed."""
-    found: dict[str, RecipeFunction | None] = {}
+    found: dict[str, RecipeFunction] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             found |= {name: _function(node, name) for name in _recipe_names(node)}
         elif isinstance(node, ast.Call) and _called(node.func) == KEY:
-            for given in _names_given(node):
-                found.setdefault(str(ast.literal_eval(given)), None)
+            for given in _names_given(node):  # recipe("name")(function), which may be any function
+                name = str(ast.literal_eval(given))
+                found.setdefault(name, RecipeFunction(name, None, {}, {}))
     return found
 
 
@@ -128,19 +127,19 @@ def _split(choice: str) -> tuple[str, str]:
     return (file, name) if colon and file.endswith(SUFFIX) else (choice, "")
 
 
-def _functions(choice: str, path: Path) -> list[RecipeFunction]:
-    """The functions under @recipe at the top level of the file, at least one. Raises ConfigError."""
+def _functions(choice: str, path: Path) -> dict[str, RecipeFunction]:
+    """The functions under @recipe of the file, at least one. Raises ConfigError."""
     try:
-        tree = _parsed(path.read_bytes())
+        source = path.read_bytes()
+        found = _offered_in(source)
     except (SyntaxError, ValueError, OSError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ConfigError(
             f"recipe={choice}: {path}{line}: {type(error).__name__}: {first_line(error)}."
         ) from error
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    found = [_function(node, name) for node in functions for name in _recipe_names(node)]
     if not found:
-        first = next((node for node in functions if node.args.args[:1]), None)
+        functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+        first = next((node for node in functions if node.args.args), None)
         where = (
             f"above line {first.lineno}, def {first.name}(...)"
             if first
@@ -151,11 +150,6 @@ def _functions(choice: str, path: Path) -> list[RecipeFunction]:
             "`from launcher.recipe import recipe` at the top of the file."
         )
     return found
-
-
-@cache  # each job of a sweep asks
-def _parsed(source: bytes) -> ast.Module:
-    return ast.parse(source)
 
 
 def _recipe_names(node: ast.FunctionDef) -> Iterator[str]:

@@ -214,7 +214,8 @@ def recipe_problems(recipe: Mapping[str, object], own: object) -> Iterator[str]:
         return
     if uses not in offered:
         yield texts.unknown_name(f"recipe.uses={uses}", uses, sorted(offered))
-    elif (function := offered[uses]) is not None:
+    else:
+        function = offered[uses]
         for name, value in options_of(recipe, RecipeConfig).items():
             if function.arguments is not None and name not in function.arguments:
                 what = f"recipe.{name} (an option of {function.name})"
