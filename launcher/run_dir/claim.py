@@ -31,13 +31,12 @@ from launcher.run_dir.lock import locked
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
     CHECKPOINTS,
-    CONFIG,
     RESULT,
     foreign_to_a_run,
     write_metadata,
 )
 from launcher.run_dir.result import Result
-from launcher.run_dir.status import FILE_NAME
+from launcher.run_dir.status import FILE_NAME, state_since
 
 DEFAULT_ROOT = Path("outputs")
 SHOWN = 8  # settings that differ
@@ -108,7 +107,8 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def _holds_run(directory: Path) -> bool:
-    return (directory / FILE_NAME).exists() or (directory / CONFIG).exists()
+    """Whether a run has written the status.json there, or a checkpoint: a full disk may cost the former."""
+    return bool(state_since(directory / FILE_NAME, 0)) or any((directory / CHECKPOINTS).glob("*step-*"))
 
 
 def _finished(config: Config, directory: Path) -> str:
@@ -117,10 +117,10 @@ def _finished(config: Config, directory: Path) -> str:
     Raises ConfigError for another run, and for one that is done and was trained with other settings: this
     command would leave it as it is. One in which nothing has been trained is none to protect.
     """
-    others = differences(config, directory)  # first: it refuses files that no run has written
     if config.checkpoint.resume == NEVER or not _has_trained(directory):
         (directory / RESULT).unlink(missing_ok=True)  # of the run that this one replaces
         return ""
+    others = differences(config, directory)
     differing = listed([*others.values()], SHOWN, "; ")
     if others.keys() & set(IDENTITY):
         raise ConfigError(

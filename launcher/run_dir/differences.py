@@ -11,9 +11,7 @@ from pathlib import Path
 
 from launcher.config.messages import to_override
 from launcher.config.schema import Config, leaves, to_dict
-from launcher.errors import ConfigError
-from launcher.run_dir.records import CHECKPOINTS, CONFIG
-from launcher.run_dir.status import FILE_NAME
+from launcher.run_dir.records import CONFIG
 
 # Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
 IDENTITY = (
@@ -55,24 +53,16 @@ IGNORED_KEYS = (
 def differences(config: Config, directory: Path) -> dict[str, str]:
     """Keys by which the run in `directory` differs from one of `config`, each with both values in a text.
 
-    With a key of IDENTITY it is another run, and by the others it was trained otherwise. Raises ConfigError
-    for files that have the names of a run's files but other content.
+    With a key of IDENTITY it is another run, and by the others it was trained otherwise. None where its
+    config.yaml is lost: its checkpoints say of which run they are, and are compared when they are loaded.
     """
     import yaml
 
-    here = settings_of(config)
     try:
         there = _texts(yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
-        there = {}
-    if not there.keys() >= set(IDENTITY):
-        if any((directory / CHECKPOINTS).glob("step-*")):
-            return {}  # these say of which run they are, and are compared when they are loaded
-        raise ConfigError(
-            f"run.dir={directory} holds a {CONFIG} or {FILE_NAME} that no run has written. "
-            "Choose another directory: a run never overwrites the files of others."
-        )
-    found = changes(there, here)
+        return {}
+    found = changes(there, settings_of(config))
     return {key: text for key, text in found.items() if key not in LENGTH_KEYS}
 
 

@@ -47,11 +47,11 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def write_metadata(config: Config, overrides: Sequence[str]) -> None:
-    """Write config.yaml, overrides.txt and the first status.json of the run. Raises OSError."""
+    """Write the first status.json, config.yaml and overrides.txt of the run. Raises OSError."""
     directory = Path(config.run.dir)
+    write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))  # it marks a run
     write_config(directory, config)
     write_text(directory / OVERRIDES, "".join(f"{override}\n" for override in overrides))
-    write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
 
 
 def write_config(directory: Path, config: Config) -> None:

@@ -39,7 +39,7 @@ def state_since(path: Path, since: float) -> str:
         found = read_json(path)
         updated = found.get("updated")
         if not since or (isinstance(updated, int | float) and updated >= since):
-            return str(found.get("state"))
+            return str(found.get("state", ""))
     return ""
 
 
