@@ -9,21 +9,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
+from launcher import errors
 from launcher.commands.arguments import Arguments, parse
 from launcher.commands.help import COMMANDS, config_directories, help_text, version_text
 from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.distributed.env import LaunchEnv
-from launcher.errors import INTERRUPTED, ON_REQUEST, Interrupted, LauncherError, escaped, in_words
 from launcher.launch.config_broadcast import INIT_S, ConfigBroadcast, receive_jobs
 from launcher.launch.node_env import given, node_env
 from launcher.launch.slurm import torchrun_env_from_slurm
 from launcher.os.signals import ignore_sigterm_of_torchrun
 from launcher.os.stdio import say
 
-# Commands and flags whose output is what they are run for
-ANSWERING = ("doctor", "plan", "predict", "recipes", "report", "watch")
+RUNNING = ("train", "compare", "job")  # commands that run jobs, but for these flags
 QUERIES = frozenset({"--help", "--version", "--cfg"})
 
 
@@ -41,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.has_external_launcher and "doctor" in argv:  # every rank looks, with its own words
             return run_command(parse(argv), ConfigBroadcast(launch, run_worker))
         return run_other_rank(launch, argv) if launch.rank > 0 else run_rank0(launch, argv)
-    except (KeyboardInterrupt, Interrupted):
-        return INTERRUPTED
+    except (KeyboardInterrupt, errors.Interrupted):
+        return errors.INTERRUPTED
     except Exception as error:
         return report_failure(error)
 
@@ -54,11 +53,11 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(typed_argv(argv)), broadcast), ""
-    except (KeyboardInterrupt, Interrupted):
-        exit_code, reason = INTERRUPTED, "interrupted"
+    except (KeyboardInterrupt, errors.Interrupted):
+        exit_code, reason = errors.INTERRUPTED, "interrupted"
     except Exception as error:
         # Printed before the others leave: torchrun kills the remaining ranks once one has failed.
-        exit_code, reason = report_failure(error), in_words(error)
+        exit_code, reason = report_failure(error), errors.in_words(error)
     if launch.world_size > 1:
         ignore_sigterm_of_torchrun()
         broadcast.send_exit(exit_code, reason)
@@ -69,7 +68,7 @@ def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
     run_rank = run_node if launch.is_node else run_worker
     exit_code, reason = receive_jobs(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
-        kind = "stopped" if exit_code in ON_REQUEST else "error"
+        kind = "stopped" if exit_code in errors.ON_REQUEST else "error"
         say(f"{kind} on {launch.role} 0: {reason}", sys.stderr)
     return exit_code
 
@@ -78,7 +77,7 @@ def run_overrides(argv: Sequence[str]) -> tuple[str, ...] | None:
     """The overrides of a command that runs one job; None for any other, and for one that is refused."""
     try:
         arguments = parse(typed_argv(argv))
-    except LauncherError:
+    except errors.LauncherError:
         return None
     runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir"}
     return arguments.words if runs else None
@@ -106,15 +105,19 @@ def init_timeout_s(argv: Sequence[str]) -> float:
 
 
 def run_command(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
-    answers = arguments.command in ANSWERING or bool(QUERIES & arguments.flags.keys())
-    with suppress(BrokenPipeError) if answers else nullcontext():  # `| head` has read enough
+    try:
         return execute(arguments, broadcast)
-    return 0
+    except OSError as error:
+        if arguments.command in RUNNING and not QUERIES & arguments.flags.keys():
+            raise
+        if isinstance(error, BrokenPipeError):  # `| head` has read enough
+            return 0
+        raise errors.StorageError(f"{arguments.command}: {error}") from error
 
 
 def execute(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     if "--help" in arguments.flags:
-        print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
+        print(errors.escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:
         print(version_text())
     elif arguments.command in COMMANDS:

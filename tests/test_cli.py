@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.cli import main
 from launcher.commands.arguments import COMMANDS, OWNERS, Arguments, parse
 from launcher.commands.help import help_text, recipes_text
 from launcher.config.groups import conf_dir
@@ -57,6 +58,15 @@ def ask(words: Sequence[str], directory: Path, code: str | None = None) -> subpr
 )
 def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
     assert parse(argv.split()) == expected
+
+
+def test_a_file_that_a_command_cannot_write_is_named(tmp_path: Path, capsys) -> None:
+    (tmp_path / "status.json").write_text('{"state": "done"}')
+    page = tmp_path / "missing" / "page.html"
+    assert main(["report", str(tmp_path), "--out", str(page)]) == 8
+    told = capsys.readouterr().err
+    assert told.startswith("error: report: [Errno 2] No such file or directory: ")
+    assert str(page.parent) in told
 
 
 @pytest.mark.parametrize(

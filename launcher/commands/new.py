@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError
 from launcher.launch.config_broadcast import ConfigBroadcast
 
 PYTHON = """\
@@ -64,7 +64,5 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
             opened.write(PYTHON.replace("{name}", name))
     except FileExistsError as error:
         raise ConfigError(f"new {name}: {file} exists already. Choose another name.") from error
-    except OSError as error:
-        raise StorageError(f"new {name}: {file}: {error.strerror}.") from error
     print(file)
     print(f"train it: {program()} recipe={file} {OPTIMIZER}")

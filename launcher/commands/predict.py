@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
-from launcher.errors import ConfigError, StorageError, escaped
+from launcher.errors import ConfigError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, MODEL
@@ -43,21 +43,18 @@ def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     folder = directory / MODEL if is_run else directory
     if not (folder / FACTS).is_file():
         raise ConfigError(f"predict {directory}: this is no run, and no folder that `export RUN DIR/` wrote.")
-    try:
-        if is_run:
-            weights = weights_of(
-                directory, "--best" in arguments.flags, "--no-ema" not in arguments.flags
-            ).tensors
-        else:
-            weights = load_file(folder / "model.safetensors")
-        predictor = Predictor(
-            folder, read_json(folder / FACTS), weights, partial(model_of_run, directory) if is_run else None
-        )
-        for file in files:
-            for name, text in predictor.predictions(file):
-                print(escaped(f"{name}: {text}"), flush=True)
-    except OSError as error:
-        raise StorageError(f"predict {error.filename or directory}: {error.strerror or error}.") from error
+    if is_run:
+        weights = weights_of(
+            directory, "--best" in arguments.flags, "--no-ema" not in arguments.flags
+        ).tensors
+    else:
+        weights = load_file(folder / "model.safetensors")
+    predictor = Predictor(
+        folder, read_json(folder / FACTS), weights, partial(model_of_run, directory) if is_run else None
+    )
+    for file in files:
+        for name, text in predictor.predictions(file):
+            print(escaped(f"{name}: {text}"), flush=True)
 
 
 def model_of_run(run_dir: Path) -> nn.Module:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
-from launcher.errors import ConfigError, StorageError, escaped
+from launcher.errors import ConfigError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 
 
@@ -41,25 +41,21 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     if not arguments.words:
         raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")
     directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
-    try:
-        sweeps = [directory for directory in directories if is_sweep(directory)]
-        runs = [Run.read(directory) for directory in run_directories(directories)]
-        own = directories[0] / REPORT if len(directories) == 1 else Path(REPORT)
-        place = Path(arguments.flags.get("--out") or own)
-        if place == Path(REPORT) and place.exists() and GENERATOR not in place.read_text(errors="replace"):
-            raise ConfigError(f"{place} is there, and no page of a report. Give another name: --out FILE.")
-        by_directory = {run.directory.resolve(): run for run in runs}
-        written = []
-        for sweep in sweeps:
-            jobs = [by_directory[job.resolve()] for job in job_directories(sweep)]
-            written += write_comparison(sweep, jobs)
-        alone = directories[0] if len(directories) == 1 and sweeps else None
-        of_runs = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-        title = alone.absolute().name if alone else of_runs
-        write_text(place, render(runs, title, alone))
-    except OSError as error:
-        name = "" if error.filename is None else f"{error.filename}: "
-        raise StorageError(f"report {directories[0]}: {name}{error.strerror or error}.") from error
+    sweeps = [directory for directory in directories if is_sweep(directory)]
+    runs = [Run.read(directory) for directory in run_directories(directories)]
+    own = directories[0] / REPORT if len(directories) == 1 else Path(REPORT)
+    place = Path(arguments.flags.get("--out") or own)
+    if place == Path(REPORT) and place.exists() and GENERATOR not in place.read_text(errors="replace"):
+        raise ConfigError(f"{place} is there, and no page of a report. Give another name: --out FILE.")
+    by_directory = {run.directory.resolve(): run for run in runs}
+    written = []
+    for sweep in sweeps:
+        jobs = [by_directory[job.resolve()] for job in job_directories(sweep)]
+        written += write_comparison(sweep, jobs)
+    alone = directories[0] if len(directories) == 1 and sweeps else None
+    of_runs = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = alone.absolute().name if alone else of_runs
+    write_text(place, render(runs, title, alone))
     print(run_table(runs))
     lines = [str(path) for path in (*written, place)]
     print(*(map(escaped, lines) if sys.stdout.isatty() else lines), sep="\n")

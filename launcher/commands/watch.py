@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from launcher.commands.arguments import Arguments
 from launcher.commands.report import checked
 from launcher.config.messages import install_line, program
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError
 from launcher.launch.config_broadcast import ConfigBroadcast
 
 if TYPE_CHECKING:
@@ -53,19 +53,13 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     if sys.stdout.isatty() and not live:
         print(f"a line every {EVERY_LINE_S:g} s; for a live view: {install_line('rich')}")
     every_s = max(SHORTEST_S, arguments.flags.get("--every", EVERY_S if live else EVERY_LINE_S))
-    try:
-        source = SweepView(directory) if is_sweep(directory) else RunView(directory)
-        source.poll()
-        with live_view(source) if live else nullcontext(lambda: print_lines(source)) as show:
-            while not source.poll():
-                show()
-                time.sleep(every_s)
+    source = SweepView(directory) if is_sweep(directory) else RunView(directory)
+    source.poll()
+    with live_view(source) if live else nullcontext(lambda: print_lines(source)) as show:
+        while not source.poll():
             show()
-    except BrokenPipeError:
-        raise  # nobody reads what is shown any more
-    except OSError as error:
-        name = "" if error.filename is None else f"{error.filename}: "
-        raise StorageError(f"watch {directory}: {name}{error.strerror or error}.") from error
+            time.sleep(every_s)
+        show()
     if live:
         print_lines(source)
     return source.exit_code
