@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.errors import ConfigError
-
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -44,28 +42,20 @@ def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
 
 
 def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
-    """The keys of a choice, those of the choices that it begins with included. Raises ConfigError."""
+    """The keys of a choice, those of the choices that it begins with included. Raises YAMLError."""
+    import yaml
+
     known = group_choices(*directories)[group]
     values: dict[str, object] = {}
     ahead, names = [name], set[str]()
     while ahead:
         names.add(each := ahead.pop())
-        content = _content(choice_file(directories, group, each))
+        with choice_file(directories, group, each).open("rb") as file:  # which errors name
+            content = yaml.safe_load(file) or {}
         values = {**content, **values}
         if isinstance(bases := content.get("defaults"), list):
             ahead += [base for base in bases if base in known and base not in names]
     return values
-
-
-def _content(file: Path) -> dict[str, object]:
-    """The content of a YAML file before composition. Raises ConfigError for invalid YAML."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
-    return values if isinstance(values, dict) else {}
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
