@@ -67,7 +67,7 @@ def run_job(config: Config, overrides: Sequence[str], broadcast: ConfigBroadcast
             run_supervised(claim.config, workers)
 
 
-def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
+def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     """job DIR: runs or resumes one job of a sweep, from its folder
 
     Runs or resumes one job of a sweep, and records its end in sweep.json. The config is that in DIR/job.json,
@@ -76,21 +76,33 @@ def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     Example: {program} job multirun/resnet18/20260101-120000-ab12/3_optim.lr=0.1
     """
-    from launcher.sweep.state import read_job, record_job
+    from launcher.sweep.state import record_job
 
     if len(arguments.words) != 1:
         raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
-    config, overrides = read_job(Path(arguments.words[0]))
+    directory = Path(arguments.words[0])
     try:
-        run_job(config, overrides, broadcast)
-    except LauncherError as error:
-        before, advice, _ = str(error).partition(f" {TO_RESUME}")
-        if advice:  # that of a run names run.dir, which this command does not take
-            error.args = (f"{before} To resume: the same command.",)
-        raise
+        return run_in(directory, broadcast, "To resume: the same command.")
     finally:
         with suppress(OSError):
-            record_job(Path(config.run.dir))
+            record_job(directory.absolute())
+
+
+def run_in(directory: Path, broadcast: ConfigBroadcast, again: str = "") -> int:
+    """Run the job of a folder, and report its failure; returns its exit code.
+
+    `again` says how to resume, in place of the words of a run, which name run.dir.
+    """
+    from launcher.sweep.state import read_job
+
+    try:
+        config, overrides = read_job(directory)
+        run_job(config, overrides, broadcast)
+    except Exception as error:
+        if isinstance(error, LauncherError) and error.exit_code in STOPPED:
+            error.args = (f"{str(error).partition(f' {TO_RESUME}')[0]} {again}".rstrip(),)
+        return report_failure(error)
+    return 0
 
 
 def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:

@@ -15,12 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from launcher import errors
-from launcher.commands.run import report_failure, run_job, run_worker
+from launcher.commands.run import run_in, run_worker
 from launcher.config.composition import Request
 from launcher.config.messages import directory_override, program
 from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.errors import TO_RESUME, LauncherError, counted
+from launcher.errors import TO_RESUME, counted
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.launch.parent import preload
 from launcher.launch.worker_count import num_workers, refuse_small_batch, visible_gpus
@@ -33,7 +33,7 @@ from launcher.sweep.prepare import prepared
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching, imported_optuna
-from launcher.sweep.state import JobState, SweepJob, SweepState, read_job
+from launcher.sweep.state import JobState, SweepJob, SweepState
 
 # The first backward pass of each job imports it, in 0.3 s: it is imported once, before the forks.
 FOR_JOBS = ("torch.fx.experimental.symbolic_shapes",)
@@ -176,19 +176,6 @@ def run_in_child(directory: Path) -> int:
         return run_in(directory, ConfigBroadcast(LaunchEnv(), run_worker))
     except (KeyboardInterrupt, errors.Interrupted):
         return errors.INTERRUPTED
-
-
-def run_in(directory: Path, broadcast: ConfigBroadcast) -> int:
-    """Run the job of a folder, and report its failure; returns its exit code."""
-    try:
-        config, overrides = read_job(directory)
-        run_job(config, overrides, broadcast)
-    except Exception as error:
-        if isinstance(error, LauncherError) and error.exit_code in errors.STOPPED:
-            # Without how to resume: the sweep says how to resume all its jobs.
-            error.args = (str(error).partition(f" {TO_RESUME}")[0],)
-        return report_failure(error)
-    return 0
 
 
 def say_stopped(again: str, lost_a_rank: bool) -> None:
