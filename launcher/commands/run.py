@@ -48,23 +48,23 @@ def run_job(config: Config, overrides: Sequence[str], broadcast: ConfigBroadcast
     from launcher.run_dir.claim import open_run_dir
 
     workers = num_workers(config.launch, broadcast.launch)
-    with open_run_dir(broadcast.with_saved_run_dir(config), overrides) as claim:
-        if claim.finished:
-            status = Path(claim.config.run.dir) / STATUS
+    with open_run_dir(broadcast.with_saved_run_dir(config), overrides) as (config, finished):
+        if finished:
+            status = Path(config.run.dir) / STATUS
             if state_since(status, 0) != "done":  # killed after its result was written
                 mark_ended(status, "done", 0)
-            say(claim.finished, sys.stdout)
+            say(finished, sys.stdout)
         elif workers is None or broadcast.launch.is_node:
-            broadcast.save_run_dir(claim.config)
+            broadcast.save_run_dir(config)
             try:
-                broadcast.run(claim.config)
+                broadcast.run(config)
             except JobFailed as error:
                 # Rank 0 may have written only that it lost a connection.
                 if error.exit_code not in ON_REQUEST:
-                    write_failure(Path(claim.config.run.dir), Failure.of(error))
+                    write_failure(Path(config.run.dir), Failure.of(error))
                 raise
         else:
-            run_supervised(claim.config, workers)
+            run_supervised(config, workers)
 
 
 def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> int:

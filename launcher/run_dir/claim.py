@@ -46,17 +46,12 @@ TO_BEGIN_ANEW = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenRunDir:
-    """A claimed directory. `finished` describes a run that is already done; empty for one to run."""
-
-    config: Config  # with the directory's path
-    finished: str = ""
-
-
 @contextlib.contextmanager
-def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDir]:
+def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[tuple[Config, str]]:
     """Make or reopen the run's directory, describe the run in it, and lock it within the context.
+
+    Yields the config with the directory's path, and what there is to say of a run that is already done; empty
+    for one to run.
 
     Resumes a run of the same recipe, model, data and optimizer; `checkpoint.resume=never` begins anew. Raises
     ConfigError for the directory of another run and for one in use; StorageError for one that cannot be
@@ -85,7 +80,7 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
                 for name in (PRUNE,) if restarted else (PRUNE, DISCARDED):
                     (directory / name).unlink(missing_ok=True)
                 write_metadata(resolved, overrides)
-        yield OpenRunDir(resolved, finished)
+        yield resolved, finished
 
 
 def _writing(config: Config) -> AbstractContextManager[None]:

@@ -28,8 +28,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 def prepared(config: Config, overrides: Sequence[str]) -> Config:
     """The config with its directory, which is let go again at once."""
-    with open_run_dir(config, overrides) as own:
-        return own.config
+    with open_run_dir(config, overrides) as (claimed, _):
+        return claimed
 
 
 def test_a_run_without_a_place_gets_a_new_one_below_its_recipe(tmp_path):
@@ -53,8 +53,8 @@ from tests.run_dir.test_records import sample_config
 print("ready", flush=True)
 sys.stdin.read()
 try:
-    with open_run_dir(sample_config(sys.argv[1]), []) as own:
-        print(own.config.run.dir, flush=True)
+    with open_run_dir(sample_config(sys.argv[1]), []) as (config, _):
+        print(config.run.dir, flush=True)
         end = time.monotonic() + 60
         while sys.argv[1] and len(list(Path().glob("refused-*"))) < 2 and time.monotonic() < end:
             time.sleep(0.01)
@@ -87,7 +87,9 @@ def test_three_processes_at_once_in_one_folder(tmp_path, directory, num_distinct
 def test_files_of_somebody_else_are_not_written_over(tmp_path, left):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / left).write_text("mine")
-    with pytest.raises(ConfigError, match=f"holds no run, and files that one would write over: {left}") as refusal:
+    with pytest.raises(
+        ConfigError, match=f"holds no run, and files that one would write over: {left}"
+    ) as refusal:
         prepared(sample_config(str(tmp_path / "old")), [])
     assert refusal.value.exit_code == 2
     assert [file.name for file in (tmp_path / "old").iterdir()] == [left]
@@ -120,8 +122,8 @@ def test_the_same_run_is_gone_on_with_and_described_anew(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
     prepared(config, ["seed=0"])
     faster = replace(config, optim=replace(config.optim, lr=0.5))
-    with open_run_dir(faster, ["optim.lr=0.5"]) as own:
-        assert own.finished == ""
+    with open_run_dir(faster, ["optim.lr=0.5"]) as (_, finished):
+        assert finished == ""
     assert "lr: 0.5" in (tmp_path / "mine" / "config.yaml").read_text()
     assert (tmp_path / "mine" / "overrides.txt").read_text() == "optim.lr=0.5\n"
 
@@ -134,10 +136,10 @@ def test_a_run_is_finished_when_it_has_the_steps_that_are_asked_for(tmp_path, st
     prepared(config, [])
     leave_result(tmp_path / "mine", state=state, steps=steps)
     before = (tmp_path / "mine" / "status.json").read_bytes()
-    with open_run_dir(config, []) as own:
-        assert bool(own.finished) == done
+    with open_run_dir(config, []) as (_, finished):
+        assert bool(finished) == done
         if done:
-            assert "20 steps: accuracy 0.5" in own.finished
+            assert "20 steps: accuracy 0.5" in finished
             assert (tmp_path / "mine" / "status.json").read_bytes() == before
 
 
@@ -145,10 +147,13 @@ def test_a_finished_run_goes_on_where_more_epochs_are_asked_for(tmp_path):
     config = two_epochs(tmp_path / "mine")
     prepared(config, [])
     leave_result(tmp_path / "mine")
-    with open_run_dir(replace(config, train=replace(config.train, epochs=3)), []) as own:
-        assert own.finished == ""
-    with open_run_dir(replace(config, train=replace(config.train, epochs=3, max_steps=20)), []) as own:
-        assert own.finished
+    with open_run_dir(replace(config, train=replace(config.train, epochs=3)), []) as (_, finished):
+        assert finished == ""
+    with open_run_dir(replace(config, train=replace(config.train, epochs=3, max_steps=20)), []) as (
+        _,
+        finished,
+    ):
+        assert finished
 
 
 def test_a_finished_run_that_was_trained_otherwise_is_named_with_what_differs(tmp_path):
@@ -178,8 +183,8 @@ def test_a_finished_run_that_was_trained_otherwise_is_named_with_what_differs(tm
     ):
         prepared(replace(other, data=data), [])
     assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
-    with open_run_dir(replace(other, train=replace(other.train, epochs=3)), []) as own:
-        assert own.finished == "", "as before, a run that is not done resumes with other settings"
+    with open_run_dir(replace(other, train=replace(other.train, epochs=3)), []) as (_, finished):
+        assert finished == "", "as before, a run that is not done resumes with other settings"
 
 
 def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path):
@@ -199,8 +204,8 @@ def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path)
         eval_every_steps=7,
     )
     data, launch = replace(config.data, num_workers=7), replace(config.launch, nproc=2, log_level="debug")
-    with open_run_dir(replace(config, train=fewer, data=data, launch=launch), []) as own:
-        assert "the run is done, after 20 steps" in own.finished
+    with open_run_dir(replace(config, train=fewer, data=data, launch=launch), []) as (_, finished):
+        assert "the run is done, after 20 steps" in finished
 
 
 def test_every_section_of_the_config_either_has_a_part_in_training_or_none():

@@ -41,7 +41,7 @@ def is_on_disk(directory, name):
 
 for job in range(plan.get("jobs", 1)):
     wanted = sample_config(plan.get("dir", ""))
-    config = held.enter_context(open_run_dir(wanted, [])).config
+    config, _ = held.enter_context(open_run_dir(wanted, []))
     telemetry = open_telemetry(config, os.environ, TrackerTimeouts(*plan.get("patience", ())))
     telemetry.emit(made("start", 0, total_steps=plan["steps"]))
     for step in range(1, plan["steps"] + 1):
