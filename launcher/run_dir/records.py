@@ -41,7 +41,7 @@ PACKAGES = (
     "safetensors",
     "fp16-launcher",
 )
-GIT_TIMEOUT_S = 2.0  # `git status` of a large tree on a network disk takes longer: the run does not wait
+GIT_TIMEOUT_S = 2.0  # looking through a large tree on a network disk takes longer: the run does not wait
 SHOWN_LOGS = 3
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -80,7 +80,7 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "packages": {package: _version(package) for package in PACKAGES},
-        "git": _git_state(Path.cwd()),
+        "git": _git_commit(Path.cwd()),
         "devices": list(devices),
     }
     write_json(run_dir / ENVIRONMENT, environment)
@@ -166,16 +166,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_state(directory: Path) -> dict[str, object] | None:
-    """The commit of the clone at `directory`, and whether files differ from it; None outside a clone."""
-    if (commit := _git(directory, "rev-parse", "HEAD")) is None:
-        return None
-    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "changed": None if changes is None else bool(changes)}
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(directory), *arguments]
+def _git_commit(directory: Path) -> str | None:
+    """The commit of the clone at `directory`, with "-dirty" if files differ from it; None outside a clone."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
