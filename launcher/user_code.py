@@ -19,7 +19,6 @@ from launcher.config.groups import PACKAGE, recipes_dir
 from launcher.errors import visible
 
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
-SHOWN = 5, 15  # of the outermost and of the innermost frames
 WAITS = "torch/distributed/", "launcher/recipe/rank0.py"  # files, in which a rank waits for another one
 
 
@@ -94,12 +93,9 @@ def short_traceback(error: BaseException) -> str:
             ahead += [each.__cause__, each.__context__]
             own = [is_of_the_user(frame.filename) for frame in each.stack]
             last = len(own) - 1
-            frames = [
+            each.stack = StackSummary.from_list(
                 frame
                 for number, frame in enumerate(each.stack)
                 if own[number] or number == last or not any(own)
-            ]
-            begin, end = SHOWN
-            shown = frames if len(frames) <= begin + end else [*frames[:begin], *frames[-end:]]
-            each.stack = StackSummary.from_list(shown)
+            )
     return "".join(map(visible, whole.format()))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from launcher.recipe import cross_entropy
-from launcher.user_code import SHOWN, short_traceback, user_location
+from launcher.user_code import short_traceback, user_location
 
 
 def raised_by(code: Callable[[], object], kind: type[Exception]) -> Exception:
@@ -90,16 +90,3 @@ def test_the_built_in_recipes_of_a_wheel_are_the_users(tmp_path, monkeypatch) ->
     error = raised_by(code["read"], ZeroDivisionError)
     assert user_location(error) == f"{package}/recipes/built_in.py:1, in forward"
     assert places(short_traceback(error)) == ["built_in.py loss", "built_in.py forward"]
-
-
-def test_a_deep_recursion_is_cut() -> None:
-    def even(n: int) -> None:
-        odd(n - 1)
-
-    def odd(n: int) -> None:
-        even(n - 1)
-
-    def start() -> None:
-        even(0)
-
-    assert len(places(short_traceback(raised_by(start, RecursionError)))) == sum(SHOWN)
