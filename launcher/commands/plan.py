@@ -28,13 +28,12 @@ def plan(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     Example: {program} plan recipe=resnet50 data.path=photos
     """
-    from launcher.commands.train import request_of
+    from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
 
-    request = request_of(arguments)
-    if request.multirun:
+    if "--multirun" in arguments.flags:
         raise ConfigError("plan -m: plan is about one run. Leave -m out, and give each key one value.")
-    (config,) = compose_jobs(request)
+    (config,) = compose_jobs(Request(arguments.words, arguments.config_dir))
     launch = planned_launch(config.launch, broadcast.launch)
     refuse_small_batch(config, launch)
     world_size = num_ranks(config.launch, launch)

@@ -27,8 +27,8 @@ def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[i
 
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
     """
-    request = request_of(arguments)
-    if "--multirun" in arguments.flags:
+    request = Request(arguments.words, arguments.config_dir, "--multirun" in arguments.flags)
+    if request.multirun:
         from launcher.sweep.prepare import continued
 
         request = continued(request)
@@ -57,10 +57,3 @@ def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[i
             raise
         report_failure(error)  # the agent would count another exit code as a failure, and give up after five
     return 0
-
-
-def request_of(arguments: Arguments) -> Request:
-    multirun = "--multirun" in arguments.flags
-    if multirun and "--cfg" in arguments.flags:
-        raise ConfigError("--cfg prints one config, and a sweep or a comparison has several: leave one out.")
-    return Request(arguments.words, arguments.config_dir, multirun)

@@ -74,7 +74,9 @@ def configs_of(jobs: Sequence[Composed], problems: Sequence[str] = ()) -> list[C
 def space_of(overrides: Sequence[str]) -> Space:
     """What the overrides of a checked request vary."""
     shared = ("hydra", "sweep")  # settings of the whole sweep, which are no jobs' own
-    return Space.of([each for each in map(parsed, overrides) if re.split("[./]", each.key_or_group)[0] not in shared])
+    return Space.of(
+        [each for each in map(parsed, overrides) if re.split("[./]", each.key_or_group)[0] not in shared]
+    )
 
 
 def sweep_problems(space: Space, name: object) -> Iterator[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from launcher.commands.arguments import Arguments, parse
 from launcher.commands.compare import as_sweep
-from launcher.commands.train import request_of
 from launcher.errors import ConfigError
 from tests.faults.parent import Parent
 
@@ -58,18 +56,6 @@ def test_nothing_else_may_vary(word: str) -> None:
     text = str(refused.value)
     assert word.partition("=")[0] in text
     assert "only precision and seed" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["precision=fp32,fp16", "--cfg=job"], "--cfg prints one config, and a sweep or a comparison has"),
-    ],
-)
-def test_what_a_comparison_cannot_mean_is_refused(words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        request_of(swept(*words))
-    assert re.search(text, str(refused.value))
 
 
 def test_of_a_key_that_is_given_twice_the_last_word_counts() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from launcher.commands.arguments import parse
-from launcher.commands.train import request_of
+from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.distributed.env import NODE, LaunchEnv
 from launcher.launch.node_env import node_env
@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 def accepted(words):
     """The config of the command, once our command line has read it."""
-    (config,) = compose_jobs(request_of(parse(words)))
+    (config,) = compose_jobs(Request(parse(words).words))
     return config
 
 
