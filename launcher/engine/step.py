@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,7 +30,6 @@ class Step:
         self.reference_count = ReferenceCount(options.reference_count, options.micro_batches, device, group)
         self.rates = LearningRates(options.learning_rates, None if parts.on_host else device)
         self._clip_norm = options.clip_norm
-        self.copy_done: torch.cuda.Event | None = None  # when a copy of weights and states is complete
         self.restart()
 
     def restart(self, not_abandoned: Tensor | bool = True) -> None:
@@ -145,7 +143,6 @@ class Step:
         parts = self._parts
         # First: the update would undo what was written to the weights since the last one.
         self.reload_model_params()
-        self.wait_for_copy()
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
         # it.
@@ -169,13 +166,6 @@ class Step:
         self.restart(verdict.not_abandoned)
 
     def reload_model_params(self) -> None:
-        """Copy weights that were written in place into their masters, which a checkpoint may be copying."""
+        """Copy weights that were written in place into their masters."""
         if changed := self._parts.in_place.changed():
-            self.wait_for_copy()
             self._parts.in_place.reload_model_params(changed)
-
-    def wait_for_copy(self) -> None:
-        """Before weights are overwritten: a checkpoint may still be copying them, and the states."""
-        copy_done, self.copy_done = self.copy_done, None
-        if copy_done is not None:
-            torch.cuda.current_stream(self._parts.layout.device).wait_event(copy_done)

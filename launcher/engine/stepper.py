@@ -252,10 +252,6 @@ class Stepper:
         """Whether the step can still be dropped on all ranks: until this rank has sent its totals."""
         return not self._step.totals_sent
 
-    def hold_update(self, copy_done: torch.cuda.Event) -> None:
-        """Make the next update wait on the device for `copy_done`: weights and states are being copied."""
-        self._step.copy_done = copy_done
-
     def own_masters(self) -> list[Tensor]:
         """The flat fp32 masters that this rank updates, with what was written to the weights since then."""
         self._step.reload_model_params()
@@ -291,7 +287,6 @@ class Stepper:
         """
         self._step.check_between_steps("load()")
         self._parts.attached_params.check()
-        self._step.wait_for_copy()
         start = self._parts.rank_state.load(state)
         # A graph over the old weights must raise in its backward pass, as after an update.
         self._parts.in_place.count_update()
@@ -369,7 +364,6 @@ class Stepper:
         """
         self._step.check_between_steps("ExponentialMovingAverage.in_model()")
         self._parts.attached_params.check()
-        self._step.wait_for_copy()
         # At both ends: a graph over the weights may not run backward over the averages, nor the reverse.
         self._parts.in_place.count_update()
         self._parts.attached_params.weights_swapped = True

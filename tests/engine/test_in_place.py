@@ -221,27 +221,6 @@ def test_taking_changes_asks_the_host_nothing() -> None:
         assert device.reads == []
 
 
-def test_masters_are_written_only_after_a_copy_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint copies them on another stream: here each wait for it records what it would still read."""
-    copied: list[Tensor] = []
-
-    class Stream:
-        def wait_event(self, event: object) -> None:
-            copied.append(stepper.zero1.shards[0].master.clone())
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    other = trained(Policy.fp16(), SGD(1.0)).state().clone()
-    for call in (Stepper.step, Stepper.state, Stepper.own_masters, lambda stepper: stepper.load(other)):
-        stepper = Stepper(mlp(), SGD(0.5), Policy.fp16())
-        before = stepper.zero1.shards[0].master.clone()
-        initialise(stepper.model)
-        stepper.hold_update("copied")
-        call(stepper)
-        assert not torch.equal(stepper.zero1.shards[0].master, before)
-        assert torch.equal(copied.pop(), before)
-        assert not copied
-
-
 class Teacher(nn.Module):
     """Has a frozen copy that its forward pass moves towards the trained part, if it is to."""
 
