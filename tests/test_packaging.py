@@ -132,7 +132,8 @@ def test_the_constraints_pin_every_dependency_that_is_installed() -> None:
             installed = version(name)
         except PackageNotFoundError:
             continue
-        assert installed.split("+")[0] == pins[name]
+        if name != "torch":  # of which `scripts/test torch==...` installs another
+            assert installed.split("+")[0] == pins[name]
     assert pins["torch"] == "2.13.0"
 
 
