@@ -17,6 +17,9 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute:UserWarning"
     ),  # at which the compiler looks itself
+    pytest.mark.filterwarnings(
+        "ignore:Dynamo does not know how to trace:UserWarning"
+    ),  # emulation in torch 2.11
 ]
 
 

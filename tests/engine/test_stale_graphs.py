@@ -60,7 +60,14 @@ def test_an_update_makes_earlier_graphs_stale(name, policy) -> None:
     refuses_the_stale(stepper_of(policy, **SETTINGS[name]))
 
 
-@pytest.mark.parametrize("ddp", [DDPOptions(), DDPOptions(shard_optimizer=True)], ids=["native", "sharded"])
+SHARDED = pytest.param(
+    DDPOptions(shard_optimizer=True),
+    id="sharded",
+    marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="its fake group writes no reduced shard"),
+)
+
+
+@pytest.mark.parametrize("ddp", [pytest.param(DDPOptions(), id="native"), SHARDED])
 def test_an_update_on_several_ranks_makes_earlier_graphs_stale(ddp) -> None:
     with fake_group(2) as group:
         refuses_the_stale(stepper_of("fp16", group=group, ddp=ddp))

@@ -149,7 +149,9 @@ def against_ddp(env: WorkerEnv) -> tuple[float, float]:
     ours, theirs = conv_net(), conv_net()
     stepper = Stepper(ours, SGD(0.05, momentum=0.9, weight_decay=1e-4), Policy.fp32(), env.group)
     # BatchNorm's statistics stay each rank's own, as with us.
-    ddp = DistributedDataParallel(theirs, forward_sync_buffers=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers`")  # which torch 2.11 knows by no other name
+        ddp = DistributedDataParallel(theirs, broadcast_buffers=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     for step in range(100):
         x, classes = features(4, 2 * step + env.rank, (3, 8, 8))

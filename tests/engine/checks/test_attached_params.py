@@ -165,6 +165,7 @@ HARMLESS = (
 @pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # emulation in torch 2.11
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda change: change.__name__)
 def test_what_leaves_the_parameters_where_they_are_changes_nothing(change) -> None:
     steppers = [conv_stepper() for _ in range(2)]
