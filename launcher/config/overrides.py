@@ -64,6 +64,8 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
             return "a setting of the whole sweep takes one value."
     if not varies:
         return None
+    if CALL.search(override.input_line or ""):
+        return "a swept value cannot be ${oc.env:...}, because it names the job."
     if not multirun:
         return "several values need a sweep. Add -m, or write a list as key=[a,b]."
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:

@@ -9,7 +9,6 @@ from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.run_dir.records import config_yaml
-from launcher.sweep.prepare import jobs_of
 from tests.config.test_composition import OWN_RECIPE, own_tree, problems
 
 CANARY = "canary-value-of-the-environment"
@@ -74,11 +73,10 @@ def test_a_variable_that_is_not_set_is_named_with_its_key(monkeypatch) -> None:
     assert "'MINE' not found" in text
 
 
-def test_a_swept_value_may_come_from_the_environment_and_does_not_name_its_job(monkeypatch) -> None:
-    monkeypatch.setenv("A", "3")
+@pytest.mark.parametrize("override", ["seed=${oc.env:A},${oc.env:B}", "tracker.group=a,${oc.env:A}"])
+def test_a_swept_value_does_not_come_from_the_environment(monkeypatch, override) -> None:
+    monkeypatch.setenv("A", CANARY)
     monkeypatch.setenv("B", CANARY)
-    request = Request(("recipe=resnet18", "seed=${oc.env:A},4", "tracker.group=a,${oc.env:B}"), multirun=True)
-    configs = compose_jobs(request)
-    assert [config.seed for config in configs] == [3, 3, 4, 4]
-    assert [config.tracker.group for config in configs] == ["a", CANARY] * 2
-    assert CANARY not in "".join(job.name for job in jobs_of(request))
+    text = problems("recipe=resnet18", override, multirun=True)
+    assert "a swept value cannot be ${oc.env:...}" in text
+    assert CANARY not in text
