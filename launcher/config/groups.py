@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.errors import ConfigError
+
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -42,7 +44,10 @@ def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
 
 
 def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
-    """The keys of a choice, those of the choices that it begins with included. Raises YAMLError."""
+    """The keys of a choice, those of the choices that it begins with included.
+
+    Raises ConfigError for a file that is no YAML.
+    """
     import yaml
 
     known = group_choices(*directories)[group]
@@ -50,8 +55,13 @@ def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[st
     ahead, names = [name], set[str]()
     while ahead:
         names.add(each := ahead.pop())
-        with choice_file(directories, group, each).open("rb") as file:  # which errors name
-            content = yaml.safe_load(file) or {}
+        file = choice_file(directories, group, each)
+        try:
+            content = yaml.safe_load(file.read_bytes())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict):
+            continue
         values = {**content, **values}
         if isinstance(bases := content.get("defaults"), list):
             ahead += [base for base in bases if base in known and base not in names]

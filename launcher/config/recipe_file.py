@@ -128,17 +128,17 @@ def _split(choice: str) -> tuple[str, str]:
 
 
 def _functions(choice: str, path: Path) -> dict[str, RecipeFunction]:
-    """The functions under @recipe of the file, at least one. Raises ConfigError."""
+    """The functions under @recipe at the top level of the file, at least one. Raises ConfigError."""
     try:
-        source = path.read_bytes()
-        found = _offered_in(source)
+        tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ConfigError(
             f"recipe={choice}: {path}{line}: {type(error).__name__}: {first_line(error)}."
         ) from error
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    found = {name: _function(node, name) for node in functions for name in _recipe_names(node)}
     if not found:
-        functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
         first = next((node for node in functions if node.args.args), None)
         where = (
             f"above line {first.lineno}, def {first.name}(...)"

@@ -22,6 +22,7 @@ from launcher.config import messages as texts
 from launcher.config import overrides as checks
 from launcher.config.composition import Composer, Request, parsed
 from launcher.config.groups import choice_values, recipes_dir
+from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE
 from launcher.config.other_keys import advice_for
 from launcher.config.overrides import MOST_JOBS, value_of
 from launcher.config.rules import value_problem
@@ -193,6 +194,8 @@ def unknown_problem(
 ) -> str:
     """The message for a key that the tree lacks: the choices that have it, or the nearest keys."""
     written = f"{key}={texts.show(value)}"
+    if key.startswith(f"{GROUPS}."):
+        return f"{written}: {GROUPS} is one list, set as a whole: {GROUPS_EXAMPLE}."
     group, _, inner = key.partition(".")
     directories = composer.request.directories
     values = {each: choice_values(directories, group, each) for each in composer.groups.get(group, ())}

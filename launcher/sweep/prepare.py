@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.composition import Request
 from launcher.config.messages import directory_override
@@ -21,7 +22,7 @@ from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config, to_dict
 from launcher.config.search_space import Space
-from launcher.errors import ConfigError, listed
+from launcher.errors import ConfigError, first_line, listed
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked
@@ -160,7 +161,12 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         return directory
     given = request.value_of(DIRECTORY)
     if given is not None:
-        path = OmegaConf.create({**to_dict(configs[0]), DIRECTORY: given})[DIRECTORY]  # with its references
+        try:
+            path = OmegaConf.create({**to_dict(configs[0]), DIRECTORY: given})[
+                DIRECTORY
+            ]  # with its references
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{DIRECTORY}={given}: {first_line(error)}.") from error
         directory = Path(os.path.expanduser(str(path))).absolute()
         with _writing(directory):
             directory.mkdir(parents=True, exist_ok=True)

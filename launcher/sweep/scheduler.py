@@ -148,7 +148,8 @@ class Scheduler:
         if change.exit == PreemptedError.exit_code or (self.asked and change.exit in errors.STOPPED):
             return JobState.STOPPED
         job.failures += 1
-        again = job.failures <= self._settings.retries and change.exit not in FINAL and not self.asked
+        stops = self.asked or self._signals.stop is not None  # the latter is not obeyed yet
+        again = job.failures <= self._settings.retries and change.exit not in FINAL and not stops
         return JobState.WAITING if again else JobState.FAILED
 
     def _obey_signals(self) -> None:

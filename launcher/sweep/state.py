@@ -2,8 +2,8 @@
 
 Owns both files, and what a process that continues the sweep makes of them: which jobs are left, and whether
 the command still asks for the same jobs. One process at a time writes sweep.json, with the lock of the
-sweep's directory, atomically at each event. A job.json has the resolved config, with the names of environment
-variables in place of their values, and the overrides: `python -m launcher job DIR` runs it on any machine.
+sweep's directory, atomically at each event. A job.json has the resolved config, with the values of
+environment variables, and the overrides: `python -m launcher job DIR` runs it on any machine.
 """
 
 from __future__ import annotations

@@ -322,6 +322,22 @@ def test_a_file_for_the_whole_config_that_does_not_say_so_is_told_what_to_write(
     assert told.endswith("its first line is `# @package _global_`.")
 
 
+def test_a_key_is_not_looked_for_in_a_file_that_is_no_yaml(tmp_path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "broken.yaml").write_text("lr: [")
+    (tmp_path / "optim" / "list.yaml").write_text("- 1")
+    told = problems("recipe=cnn", "optim.nosuch=3", config_dir=tmp_path)
+    assert "broken.yaml is not valid YAML" in told
+    (tmp_path / "optim" / "broken.yaml").unlink()
+    assert "optim.nosuch=3: there is no such key" in problems(
+        "recipe=cnn", "optim.nosuch=3", config_dir=tmp_path
+    )
+
+
+def test_a_key_of_one_group_of_parameters_is_told_how_groups_are_set() -> None:
+    assert "optim.groups is one list, set as a whole" in problems("recipe=cnn", "optim.groups.0.lr=3")
+
+
 def test_an_unknown_recipe_names_the_form_of_ones_own() -> None:
     assert problems("recipe=rings").endswith("A recipe of your own is chosen by its file: recipe=rings.py")
 

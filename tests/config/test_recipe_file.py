@@ -119,6 +119,13 @@ def test_the_name_of_a_function_or_of_the_decorator_chooses_one_of_several(here:
     assert [composed(f"recipe=mine.py:{name}")[0].recipe.uses for name in "abc"] == ["a", "b", "c"]
 
 
+def test_what_is_marked_by_a_call_is_not_offered_by_the_file(here: Path) -> None:
+    """Its options could not be known without running the file."""
+    with open("mine.py", "a") as file:
+        file.write('\nrecipe("another")(Recipe)\n')
+    assert [config.recipe.name for config in composed("recipe=mine.py")] == ["rings"]
+
+
 def test_a_sweep_varies_its_options_and_files(here: Path) -> None:
     (here / "other.py").write_text(FILE)
     configs = composed("recipe=mine.py,other.py", "recipe.width=4,8", multirun=True)

@@ -210,6 +210,7 @@ REFUSED = [
     (["seed=range(100000)"], "100,000 jobs: a sweep has at most 2,000"),
     (["seed=range(100)", "optim.lr=range(1,100)"], "9,900 jobs: a sweep has at most 2,000"),
     (["seed=0,1", "hydra.sweep.subdir=same"], "hydra.sweep.subdir=same: Hydra's own settings are not used"),
+    (["seed=0,1", "hydra.sweep.dir=/d/${oc.env:NOT_SET}"], "variable 'NOT_SET' not found"),
     (["seed=0,1", "hydra.sweep.dir=foreign"], "files that do not belong to one: config.yaml"),
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
