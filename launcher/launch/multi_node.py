@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the statuses of all with one request
 SILENCE_LIMIT_S = 5.0  # without a new status of a parent, once an attempt has ended on some machine
+PAUSE_S = 1.0  # after a longer pause this process itself was stopped, and not the others
 RESTART = -1  # exit code of what node 0 decides, if the run does not end
 
 
@@ -77,7 +78,8 @@ class MultiNode(SingleNode):
         self._others = range(1, self._num_nodes) if self.is_node0 else [RANK0]
         self._status: dict[str, Any] = {"attempt": -1}
         self._statuses: Mapping[int, Mapping[str, Any]] = {}
-        self._last_seen_s = dict.fromkeys(self._others, time.monotonic())
+        self._polled_s = time.monotonic()
+        self._last_seen_s = dict.fromkeys(self._others, self._polled_s)
         self._lost_store = False
         self._over = threading.Event()
 
@@ -127,6 +129,10 @@ class MultiNode(SingleNode):
         or the good end that node 0 has decided on; raises the error that it has decided on, and StalledError
         for a machine that is gone.
         """
+        now = time.monotonic()
+        if now - self._polled_s > PAUSE_S:
+            self._last_seen_s = dict.fromkeys(self._others, now)
+        self._polled_s = now
         if own is not None:
             self._status |= {"group_result": encoded(own)}
         return self._poll_as_node0(own, group) if self.is_node0 else self._poll_as_follower(own, group)
