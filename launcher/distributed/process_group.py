@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.errors import described
+from launcher.errors import PreflightError, described
 from launcher.os.cuda_driver import refuse_missing_kernels, refuse_unusable_driver
 
 if TYPE_CHECKING:
@@ -90,7 +90,13 @@ def _device(launch: LaunchEnv) -> torch.device:
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", launch.local_rank if torch.cuda.device_count() > 1 else 0)
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count > 1:
+        raise PreflightError(
+            f"rank {launch.rank} is number {launch.local_rank} on this machine, which has {count} GPUs. "
+            f"Start at most {count} processes per machine (torchrun --nproc-per-node={count})."
+        )
+    device = torch.device("cuda", launch.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
 

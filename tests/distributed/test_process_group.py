@@ -10,6 +10,7 @@ import torch
 
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.process_group import _device
+from launcher.errors import PreflightError
 
 TORCHRUN = {
     "RANK": "3",
@@ -79,3 +80,9 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
 def test_a_rank_takes_its_gpu_or_the_only_one_it_sees(monkeypatch, uuids, local_rank, device) -> None:
     see_gpus(monkeypatch, *uuids)
     assert _device(LaunchEnv(local_rank, 4, local_rank, 4, has_external_launcher=True)) == device
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch) -> None:
+    see_gpus(monkeypatch, "a", "b")
+    with pytest.raises(PreflightError, match=r"number 2 on this machine, which has 2 GPU"):
+        _device(LaunchEnv(2, 3, 2, 3, has_external_launcher=True))
