@@ -18,6 +18,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from launcher.errors import StorageError
+
 # Dtype names of the format: https://huggingface.co/docs/safetensors
 _WORDS = {
     torch.float64: "F64",
@@ -62,7 +64,8 @@ def write_tensors(
 ) -> FileDigest:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
-    `pause` is called after each MiB or two. Raises OSError, and KeyError for a dtype that the format lacks.
+    `pause` is called after each MiB or two. Raises OSError, and StorageError for a dtype that the format does
+    not have.
     """
     # Wide dtypes first, as in the library, so that every tensor is aligned in a mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -71,7 +74,7 @@ def write_tensors(
     for name in names:
         tensor, start = tensors[name], offset
         offset += tensor.nbytes
-        dtype, shape = _WORDS[tensor.dtype], list(tensor.shape)
+        dtype, shape = _word(name, tensor.dtype), list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, offset]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
@@ -110,3 +113,13 @@ def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], pause: P
 def _bytes_of(tensor: Tensor) -> memoryview:
     assert tensor.device.type == "cpu"
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _word(name: str, dtype: torch.dtype) -> str:
+    word = _WORDS.get(dtype)
+    if word is None:
+        raise StorageError(
+            f"{name} is {dtype}, which a checkpoint cannot hold. "
+            f"It holds {', '.join(str(known).removeprefix('torch.') for known in _WORDS)}."
+        )
+    return word

@@ -178,6 +178,13 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
 
 
+def test_a_dtype_without_a_word_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    odd = replace(snapshot().engine, buffers={"wave": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(StorageError, match=r"wave is torch\.complex128"):
+        publish(tmp_path, replace(snapshot(), engine=odd))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("optimizer", [SGD(0.1, 0.9), AdamW(0.01), TorchOptimizer(torch.optim.Adam, 0.01)])
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
 def test_a_run_goes_on_from_files_bit_for_bit(tmp_path: Path, optimizer, policy) -> None:
