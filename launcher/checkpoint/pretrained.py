@@ -69,5 +69,6 @@ def read(file: Path) -> dict[str, Tensor]:
         return mapped(file)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"it is damaged, or no safetensors file: {error}. Copy or export it again."
+            f"it is damaged, or not one safetensors file: {error}. Copy or export it again; put together the "
+            "files that an index names."
         ) from error

@@ -167,8 +167,14 @@ def take_snapshot(
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory of their own, which later steps do not change."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    """Copies in host memory of their own, which later steps do not change.
+
+    What was gathered from the GPUs of all ranks is such a copy, in pinned memory.
+    """
+    return {
+        name: tensor if tensor.is_pinned() else tensor.detach().to("cpu", copy=True)
+        for name, tensor in tensors.items()
+    }
 
 
 def restore(

@@ -55,9 +55,9 @@ def broadcast_bytes(env: WorkerEnv, data: bytes, sender: int) -> bytes:
     return content[:-1].cpu().numpy().tobytes()
 
 
-def broadcast_tensors(env: WorkerEnv, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def broadcast_tensors(env: WorkerEnv, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rank 0's tensors by name, on the CPU of all ranks; what the others give is ignored. A collective."""
-    own = tensors if env.is_rank0 and tensors is not None else {}
+    own = tensors if env.is_rank0 else {}
     forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
     received = json.loads(broadcast_bytes(env, json.dumps(forms).encode(), RANK0))
     found = {}

@@ -21,7 +21,7 @@ CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of laun
 def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     """The number of workers to start; None if this process is a worker itself.
 
-    Of torchrun or a scheduler, which decides. Raises PreflightError for more workers than GPUs.
+    torchrun or a scheduler decides the number then. Raises PreflightError for more workers than GPUs.
     """
     if launch.has_external_launcher:
         return None
@@ -71,7 +71,7 @@ def count_gpus() -> int:
 def visible_gpus() -> tuple[str, ...]:
     """The UUIDs of the GPUs visible to a CUDA program, in its order.
 
-    None where the driver does not start: the worker refuses to train on the CPU then.
+    Empty where the driver does not start: the worker refuses to train on the CPU then.
     """
     try:
         ctypes.CDLL("libcuda.so.1")

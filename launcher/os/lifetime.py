@@ -66,7 +66,7 @@ def kill_group(process: int) -> None:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether a process is stopped, by a signal or by a debugger. None is where there is no such process."""
+    """Whether a process is stopped, by a signal or by a debugger. No process, None, is not."""
     with suppress(OSError):
         # The name before ")" may hold spaces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")

@@ -278,7 +278,7 @@ def test_a_view_that_channels_last_does_not_bear_comes_with_the_key() -> None:
     build_model(composed("train.channels_last=false"), recipe, env, plan)(image)
     model = build_model(composed("train.channels_last=true"), recipe, env, plan)
     found = r"reshape.* instead. .*train.channels_last=false. The full"
-    with pytest.raises(RecipeError, match=found), guarding("the recipe's loss", "logs/rank0.log"):
+    with pytest.raises(ConfigError, match=found), guarding("the recipe's loss", "logs/rank0.log"):
         model(image)
 
 

@@ -98,7 +98,8 @@ def recipe_failure(
         given = failing_module_inputs(error)
         return ConfigError(f"{text}{f': {given}' if given else ''}: {said}. {IN_LOG} {logs}.")
     if VIEW in said:
-        said = f"{said}. If it is a feature map in channels_last: train.channels_last=false"
+        advice = "If it is a feature map in channels_last: train.channels_last=false"
+        return ConfigError(f"{text}: {said}. {advice}. {IN_LOG} {logs}.")
     failure = RecipeError(f"{text}: {said}. {IN_LOG} {logs}.")
     failure.traceback = short_traceback(error)
     return failure

@@ -202,9 +202,9 @@ def made_text(file: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (damaged, "it is damaged, or no safetensors file"),
-        (emptied, "it is damaged, or no safetensors file"),
-        (made_text, "it is damaged, or no safetensors file"),
+        (damaged, "it is damaged, or not one safetensors file"),
+        (emptied, "it is damaged, or not one safetensors file"),
+        (made_text, "it is damaged, or not one safetensors file"),
         (Path.unlink, "cannot be read: No such file or directory. Give a safetensors file"),
     ],
 )
