@@ -31,6 +31,7 @@ from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord, StoreExitRecords, with_rank
 from launcher.distributed.heartbeat import (
+    FINISHING,
     IN_A_STEP,
     WAITING,
     Heartbeat,
@@ -68,7 +69,8 @@ log = logging.getLogger("launcher")
 class HangTimer:
     """Times the main thread of this rank within the context. `store` is None for a process alone.
 
-    A process alone, which waits for nobody, has no limit but that of the user's code: it may be debugged.
+    A process alone, which waits for nobody, has no limit but that of the user's code, as it may be debugged,
+    and that of a start which goes on after a request to stop.
     """
 
     def __init__(
@@ -170,11 +172,13 @@ class HangTimer:
             # The error itself, where the main thread has failed and does not come to an end.
             failed_s, record = self._failed
             return None if now - failed_s < CLEAN_UP_S else (with_rank(record, [record]), record.exit_code)
+        if late := self._slow_stop(beat, now):
+            return late
         if beat.user_code:
             return self._slow_user_code(beat)
-        if self._store is None:
-            return None  # it waits for nobody, or a parent times it
-        return self._no_progress(beat, now) or self._slow_stop(beat, now)
+        return (
+            None if self._store is None else self._no_progress(beat, now)
+        )  # a parent times it, or nobody waits
 
     def _slow_user_code(self, beat: HeartbeatRecord) -> Problem | None:
         allowed_s = self._limits.user_code_timeout_s
@@ -199,11 +203,18 @@ class HangTimer:
         )
 
     def _slow_stop(self, beat: HeartbeatRecord, now: float) -> Problem | None:
-        """A step that lasts nearly as long as a run that was asked to stop may still take."""
-        if self._stopped is None or beat.phase not in IN_A_STEP | {"report"}:
+        """A step that lasts nearly as long as a run that was asked to stop may still take, or a start.
+
+        A process alone may take longer over a step, because it saves at its end.
+        """
+        if self._stopped is None or beat.phase in FINISHING:
+            return None
+        in_a_step = beat.phase in IN_A_STEP | {"report"} and self._store is not None
+        if beat.has_stepped and not in_a_step:
             return None
         stopped_s, number = self._stopped
-        if min(beat.age_s, now - stopped_s) < SAVED_UNTIL * self._limits.grace_s:
+        taken_s = now - stopped_s
+        if min(taken_s, beat.age_s if beat.has_stepped else taken_s) < SAVED_UNTIL * self._limits.grace_s:
             return None
         rank = f"rank {self._launch.rank} was {describe(beat)} for {beat.age_s:.0f} s.{self._of_another()}"
         return f"stopped by {number.name} before a checkpoint could be written: {rank}", 128 + number

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -157,17 +158,19 @@ def test_an_early_stop_saves_is_no_failure_and_can_be_resumed(tmp_path: Path) ->
     assert "failed runs" not in running.log
 
 
-def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
-    """Three failures within its first minute would end the agent."""
+def test_a_stop_before_the_first_step_ends_the_run_soon_and_the_agent_goes_on(tmp_path: Path) -> None:
+    """There is nothing to save; the recipe's own code, which runs now, would take ten minutes."""
     write_recipe(tmp_path)
     with open(tmp_path / "tiny.py", "a") as file:
         file.write("open('imported', 'w').close(); time.sleep(600)")
-    with agent(tmp_path, "${args_no_hyphens}") as running:
-        for number in range(4):
+    with agent(tmp_path, "launch.grace_s=10", "${args_no_hyphens}") as running:
+        for number in range(2):
             running.server.commands.append([running.server.run(f"r{number}", {"seed": number})])
             running.until((tmp_path / "imported").exists, "the recipe is imported")
             (tmp_path / "imported").unlink()
             running.server.commands.append([{"type": "stop", "run_id": f"r{number}"}])
             running.until_idle()
+            result = running.json(f"r{number}", "result.json")
+            assert (result["state"], result["exit"]) == ("failed", 128 + signal.SIGTERM)
+            assert "stopped by SIGTERM before a checkpoint could be written" in result["error"]
         assert running.end() == 0, running.log
-    assert "failed runs" not in running.log
