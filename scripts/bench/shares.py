@@ -38,6 +38,7 @@ TURNS, TURN_S = 3, 0.003  # a slow rank runs in one of three turns
 PROMISED = 1 / 0.92  # the sum of what the ranks do alone, over what they do together
 LIMIT_S = 300
 STEPS = 5  # that are counted
+QUICK_BATCH = 16
 Run = tuple[int, Sequence[int]]  # its batch size, and the ranks of which the slow ones are above 0
 
 
@@ -108,9 +109,12 @@ def slowed(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         thread.join()
 
 
-def measure(model: str, ranks: int, repeats: int, steps: int, folder: Path) -> dict[str, list[float]]:
+def measure(
+    model: str, ranks: int, repeats: int, steps: int, folder: Path, quick: bool
+) -> dict[str, list[float]]:
     """Seconds per sample by side."""
     words, batch_size = MODELS[model]
+    batch_size = QUICK_BATCH if quick else batch_size
     speeds = [3.0] + [1.0] * (ranks - 1)
     shares = proportional_shares(speeds, batch_size)
     together: list[Run] = [(batch_size, range(ranks))]
@@ -152,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             for ranks in arguments.ranks:
-                times = measure(model, ranks, repeats, steps, Path(folder))
+                times = measure(model, ranks, repeats, steps, Path(folder), arguments.quick)
                 rows.append({"model": model, "ranks": ranks, "seconds_per_sample": times})
                 figures += figures_of(model, ranks, times)
                 print(text_table(figures), flush=True)
