@@ -124,7 +124,11 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        pytest.param(0, ["precision=amp_fp16", "optim=adamw"], marks=pytest.mark.slow),
+        pytest.param(
+            0,
+            ["precision=amp_fp16", "optim=adamw", "precision.loss_scale.init_scale=1024"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, ["precision=bf16"], marks=pytest.mark.slow),
         pytest.param(
             3,
