@@ -127,6 +127,6 @@ class DataShare(Callback):
         if saved_ms < LEAST_GAIN * step_ms:
             return
         by = ", ".join(f"{time:.3g}" for time in times)
-        why = f"by {by} ms per sample: a step of {step_ms:.3g} ms becomes {saved_ms:.3g} ms shorter"
+        why = f"by {by} ms per sample: a step of {step_ms:.0f} ms becomes {saved_ms:.0f} ms shorter"
         self._next = shares, why
         self._begin_window(WARM_UP, FIRST_STEPS)
