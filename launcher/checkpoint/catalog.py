@@ -102,7 +102,7 @@ def best_intact(directory: Path) -> Path | None:
 def apply_retention(directory: Path, keep: int, best: Path | None = None) -> None:
     """Delete all but the `keep` newest checkpoints and `best`, and what killed processes have left.
 
-    None is verified here: a resume verifies the one that it takes, and renames damaged ones. Raises
+    They are not verified here: a resume verifies the one that it takes, and renames damaged ones. Raises
     StorageError.
     """
     what = f"old checkpoints in {directory} cannot be deleted"
@@ -167,7 +167,7 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: Identity
         found = replace(found, snapshot=snapshot)
     with raise_on_all_ranks(env):
         if env.is_rank0:  # one process must rename
-            _set_aside_replaced(directory, found.path)
+            _set_aside_replaced(directory, found)
             if discards_steps(resume_from, directory.parent):
                 with failing_as_storage_error(
                     f"{directory.parent} cannot be written to", "Make it writable."
@@ -181,17 +181,19 @@ def _choose(directory: Path, resume_from: str) -> ResumeChoice:
         return ResumeChoice(None)
     if resume_from == AUTO:
         return newest_intact(directory)
+    damaged: Mapping[str, str] = {}
     if not discards_steps(resume_from, directory.parent):
         own = newest_intact(directory)
         if own.path is not None:
             return own  # the same command after a stop resumes the run instead of starting over
+        damaged = own.damaged
     found = _explicit(Path(resume_from))
     if found.path is None:
         raise StorageError(
             f"checkpoint.resume={resume_from}: there is no intact checkpoint.{found.damaged_text} Give "
             "another one, or start a new run with checkpoint.resume=never."
         )
-    return found
+    return replace(found, damaged={**damaged, **found.damaged})
 
 
 def _explicit(path: Path) -> ResumeChoice:
@@ -209,18 +211,19 @@ def _explicit(path: Path) -> ResumeChoice:
     return ResumeChoice(None)
 
 
-def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
-    """Rename checkpoints of later steps than `resumed`, or all on a fresh start, to `replaced-...`.
+def _set_aside_replaced(directory: Path, resumed: ResumeChoice) -> None:
+    """Rename checkpoints of later steps than the resumed one, or all on a fresh start, to `replaced-...`.
 
-    Otherwise the run could later resume from steps that it has discarded. Raises StorageError.
+    Otherwise the run could later resume from steps that it has discarded. The resumed one gets its usual name
+    again if it had been set aside itself. Raises StorageError.
     """
-    present = candidates(directory)
-    if resumed is not None:
-        if resumed.parent.resolve() != directory.resolve():
-            return  # chosen only where this directory has no intact checkpoint
-        step = step_of(resumed)
-        present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
+    present, chosen = candidates(directory), resumed.path
+    step = 0 if resumed.snapshot is None else resumed.snapshot.progress.step
+    own = chosen if chosen is not None and chosen.parent.resolve() == directory.resolve() else None
     what = f"replaced checkpoints cannot be renamed in {directory}"
     with failing_as_storage_error(what, "The run must be able to write there: make it writable."):
         for path in present:
-            quarantine(path, REPLACED)
+            if step_of(path) >= step and (own is None or path.name != own.name):
+                quarantine(path, REPLACED)
+        if own is not None and own.name != step_name(step):
+            own.rename(directory / step_name(step))

@@ -1,6 +1,6 @@
 """Whether a command discards steps of the run in its directory, and whether it has done so.
 
-`checkpoint.resume=never`, or a path within the run, holds until the checkpoints of later steps are set
+`checkpoint.resume=never`, or the run's own checkpoint, holds until the checkpoints of later steps are set
 aside. From then on a restart of the same command resumes from the newest, as with `auto`. Imports no torch.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.config.messages import directory_override
+from launcher.run_dir.records import CHECKPOINTS
 
 AUTO, NEVER = "auto", "never"  # values of checkpoint.resume; any other is a path
 DISCARDED = ".discarded"  # file of a run: its command has set the later checkpoints aside
@@ -20,7 +21,8 @@ def discards_steps(resume: str, run_dir: Path) -> bool:
     """Whether this value of checkpoint.resume makes the run repeat steps of its own."""
     if resume in (AUTO, NEVER):
         return resume == NEVER
-    return Path(resume).resolve().is_relative_to(run_dir.resolve())  # either may lead through a link
+    path, own = Path(resume).resolve(), run_dir.resolve()  # either may lead through a link
+    return path in (own, own / CHECKPOINTS) or path.parent == own / CHECKPOINTS
 
 
 def record_discarded(run_dir: Path) -> None:

@@ -318,18 +318,40 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path, best, kept) -> 
 
 
 def test_resuming_an_earlier_checkpoint_renames_the_later_ones(tmp_path: Path) -> None:
-    publish_steps(tmp_path, 1, 2, 3)
-    resumption = resume(ALONE, tmp_path, str(tmp_path / "step-00000002"), IDENTITY)
+    directory = tmp_path / "checkpoints"
+    publish_steps(directory, 1, 2, 3)
+    resumption = resume(ALONE, directory, str(directory / "step-00000002"), IDENTITY)
     assert resumption.snapshot is not None
     assert resumption.snapshot.progress.step == 2
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in directory.iterdir())
     assert names == ["replaced-step-00000003", "step-00000001", "step-00000002"]
-    publish_steps(tmp_path, 3, 4)
-    back = resume(ALONE, tmp_path, str(tmp_path / "replaced-step-00000003"), IDENTITY)
+    publish_steps(directory, 3, 4)
+    back = resume(ALONE, directory, str(directory / "replaced-step-00000003"), IDENTITY)
     assert same(back.snapshot, snapshot(3))
-    assert [path.name for path in tmp_path.glob("step-*0[34]")] == [], "renamed, also that of the same step"
-    assert resume(ALONE, tmp_path, "never", IDENTITY).snapshot is None
-    assert newest_intact(tmp_path).path is None
+    assert newest_intact(directory).path == directory / "step-00000003", "what a restart resumes"
+    assert sorted(path.name for path in directory.iterdir())[:2] == [
+        "replaced-step-00000003-2",
+        "replaced-step-00000004",
+    ], "also that of the same step"
+    assert resume(ALONE, directory, "never", IDENTITY).snapshot is None
+    assert newest_intact(directory).path is None
+
+
+def test_a_chosen_checkpoint_of_any_name_is_resumed_and_the_later_ones_are_renamed(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    publish_steps(directory, 1, 2)
+    (directory / "step-00000001").rename(directory / "good")
+    assert same(resume(ALONE, directory, str(directory / "good"), IDENTITY).snapshot, snapshot(1))
+    assert sorted(path.name for path in directory.iterdir()) == ["replaced-step-00000002", "step-00000001"]
+
+
+def test_a_copy_beside_the_checkpoints_is_as_that_of_another_run(tmp_path: Path) -> None:
+    """Its steps come before those that the run has saved, which it goes on from."""
+    directory, kept = tmp_path / "checkpoints", tmp_path / "kept"
+    publish_steps(kept, 1)
+    publish_steps(directory, 2)
+    found = resume(ALONE, directory, str(kept / "step-00000001"), IDENTITY)
+    assert found.path == directory / "step-00000002"
 
 
 @pytest.mark.parametrize(("wish", "discards"), [("auto", False), ("never", True), ("step-00000001", True)])
@@ -350,7 +372,9 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
     publish_steps(new, 3)
     assert resume(ALONE, new, str(old), IDENTITY).path == new / "step-00000003"
     (new / "step-00000003" / WEIGHTS).unlink()
-    assert resume(ALONE, new, str(old), IDENTITY).path == old / "step-00000002"
+    again = resume(ALONE, new, str(old), IDENTITY)
+    assert again.path == old / "step-00000002"
+    assert list(again.damaged) == ["step-00000003"], "it is said why its own one is not taken"
     assert [path.name for path in new.iterdir()] == ["damaged-step-00000003"]
     assert len(list(old.iterdir())) == 2
 

@@ -149,20 +149,20 @@ def unfinished(directory: Path) -> Path:
 
 @pytest.mark.parametrize("second", ["", "again"])
 def test_nothing_intact_is_a_fresh_start_unless_resume_was_demanded(tmp_path: Path, second) -> None:
-    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-    for path in publish_steps(tmp_path, 1, 2):
+    env, directory = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None), tmp_path / "checkpoints"
+    for path in publish_steps(directory, 1, 2):
         truncate(path / WEIGHTS, 0.5)
     if second:  # the names of an earlier set-aside are taken
-        (tmp_path / "damaged-step-00000002").mkdir()
+        (directory / "damaged-step-00000002").mkdir()
     with pytest.raises(
         StorageError, match=r"there is no intact checkpoint\. Damaged: step-00000002"
     ) as refusal:
-        resume(env, tmp_path, str(tmp_path), IDENTITY)
+        resume(env, directory, str(directory), IDENTITY)
     assert refusal.value.exit_code == 8
-    start = resume(env, tmp_path, "auto", IDENTITY)
+    start = resume(env, directory, "auto", IDENTITY)
     assert start.snapshot is None
     assert list(start.damaged) == ["step-00000002", "step-00000001"]
-    assert (tmp_path / "damaged-step-00000002-2").exists() == bool(second)
+    assert (directory / "damaged-step-00000002-2").exists() == bool(second)
 
 
 # G7: a full disk is an error, not a loss
