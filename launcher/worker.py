@@ -86,7 +86,7 @@ def _join_and_train(
     steps_ahead = int(torch.cuda.is_available())
     with (
         # Left in reverse: the loader processes end, then the group is closed.
-        HangTimer(config, launch, store, job, heartbeat, steps_ahead) as timer,
+        HangTimer(config, launch, store, job, heartbeat, steps_ahead, stop_signal) as timer,
         process_group.join(launch, store, job, config.launch.init_timeout_s) as env,
         loader_processes(),
     ):

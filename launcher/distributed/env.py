@@ -31,7 +31,7 @@ class LaunchEnv:
     local_world_size: int = 1
     restart_count: int = 0
     run_id: str = "none"
-    has_external_launcher: bool = False  # by a launcher that sets RANK
+    has_external_launcher: bool = False  # torchrun or a scheduler started this process as a rank: RANK is set
     role: str = "rank"  # or "node": this process is the parent on one of several machines
     micro_batch: int | None = None  # the micro-batch with which the parent has restarted a run out of memory
 

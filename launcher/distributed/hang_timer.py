@@ -31,8 +31,8 @@ from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord, StoreExitRecords, with_rank
 from launcher.distributed.heartbeat import (
-    FINISHING,
-    IN_A_STEP,
+    AFTER_A_STEP,
+    IN_A_STEP_OR_REPORT,
     WAITING,
     Heartbeat,
     HeartbeatRecord,
@@ -40,9 +40,9 @@ from launcher.distributed.heartbeat import (
     limit_s,
     stop_notice,
 )
-from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
+from launcher.distributed.store import ANSWER_S, ignore_store_errors, set_tcp_timeouts
 from launcher.errors import StalledError
-from launcher.os.signals import SAVING, STOPPING, save_means_stop
+from launcher.os.signals import SAVING, STOPPING, StopSignal, save_means_stop
 from launcher.run_dir.records import stacks_path, write_failure
 from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
 from launcher.run_dir.status import FILE_NAME, state_since
@@ -69,8 +69,8 @@ log = logging.getLogger("launcher")
 class HangTimer:
     """Times the main thread of this rank within the context. `store` is None for a process alone.
 
-    A process alone, which waits for nobody, has no limit but that of the user's code, as it may be debugged,
-    and that of a start which goes on after a request to stop.
+    A process alone waits for nobody and may be debugged, so only two limits hold: that of the user's code,
+    and launch.grace_s for a start that goes on after a request to stop.
     """
 
     def __init__(
@@ -81,14 +81,15 @@ class HangTimer:
         job: str,
         heartbeat: Heartbeat,
         steps_ahead: int = 0,
+        stop_signal: StopSignal | None = None,
     ) -> None:
-        self._steps_ahead = steps_ahead
+        self._steps_ahead, self._stop_signal = steps_ahead, stop_signal
         self._run_dir, self._limits = Path(config.run.dir), config.launch
         self._launch, self._job, self._heartbeat = launch, job, heartbeat
         self._store = None if heartbeat.monitored_by_parent else store  # a parent times the ranks itself
         self._main_thread = threading.get_ident()
         self._began = time.time()
-        self._since_s = time.monotonic()  # of the limits: this process's start, or the latest sign of life
+        self._since_s = time.monotonic()  # of limits: this timer's start, or the latest sign of life
         self._waits = False  # whether this rank is where it may wait for another one
         self._in_wait = False  # whether it is there within the user's code
         self._waited_s = 0.0  # when it last did so in the user's code
@@ -105,6 +106,8 @@ class HangTimer:
         if self._answers:
             _reset_wakeup_in_forks()
             self._woken_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            if self._stop_signal is not None and self._stop_signal.stop is not None:  # it came before
+                os.write(self._pipe[1], bytes([self._stop_signal.stop]))
         # A separate connection: a wait of the main thread holds the lock of the other one.
         self._connection = self._store.clone() if self._store else None  # type: ignore[attr-defined]
         for name, target in (("hang timer", self._watch), ("signs of life", self._give_signs)):
@@ -118,7 +121,7 @@ class HangTimer:
             signal.set_wakeup_fd(self._woken_before)
         os.write(self._pipe[1], b"\0")
         for thread in self._threads:
-            thread.join(LEAVE_S)  # longer if the store is silent: it ends by itself
+            thread.join(ANSWER_S)  # a thread whose store is silent lasts longer, and ends by itself
         for descriptor in self._pipe:
             os.close(descriptor)
 
@@ -141,10 +144,10 @@ class HangTimer:
         """Where this rank is. It is in the user's code from when it last waited there for another rank."""
         beat = self._heartbeat.latest
         waits = (beat.user_code or self._in_wait) and waits_for_another_rank(self._main_thread)
-        if waits != self._in_wait:
-            self._in_wait = waits
-            self._heartbeat.set_waits(waits)  # for a parent, which times this rank then
-            beat = self._heartbeat.latest
+        # For a parent, which times this rank then. Always written: two threads come here.
+        self._in_wait = waits
+        self._heartbeat.set_waits(waits)
+        beat = self._heartbeat.latest
         self._waits = waits or beat.phase in WAITING
         if waits:
             self._waited_s = time.monotonic()
@@ -176,9 +179,9 @@ class HangTimer:
             return late
         if beat.user_code:
             return self._slow_user_code(beat)
-        return (
-            None if self._store is None else self._no_progress(beat, now)
-        )  # a parent times it, or nobody waits
+        if self._store is None:
+            return None  # a parent times it, or nobody waits for it
+        return self._no_progress(beat, now)
 
     def _slow_user_code(self, beat: HeartbeatRecord) -> Problem | None:
         allowed_s = self._limits.user_code_timeout_s
@@ -203,28 +206,33 @@ class HangTimer:
         )
 
     def _slow_stop(self, beat: HeartbeatRecord, now: float) -> Problem | None:
-        """A step that lasts nearly as long as a run that was asked to stop may still take, or a start.
+        """Why a run that was asked to stop ends unsaved: its start, or part of a step, takes nearly grace_s.
 
-        A process alone may take longer over a step, because it saves at its end.
+        A process alone may take longer over a step, but for its first one, because it saves at its end.
         """
-        if self._stopped is None or beat.phase in FINISHING:
-            return None
-        in_a_step = beat.phase in IN_A_STEP | {"report"} and self._store is not None
-        if beat.has_stepped and not in_a_step:
+        if self._stopped is None:
             return None
         stopped_s, number = self._stopped
         taken_s = now - stopped_s
-        if min(taken_s, beat.age_s if beat.has_stepped else taken_s) < SAVED_UNTIL * self._limits.grace_s:
+        if beat.has_stepped or beat.phase in AFTER_A_STEP:
+            if self._store is None or beat.phase not in IN_A_STEP_OR_REPORT:
+                return None
+            taken_s = min(taken_s, beat.age_s)
+        if taken_s < SAVED_UNTIL * self._limits.grace_s:
             return None
-        rank = f"rank {self._launch.rank} was {describe(beat)} for {beat.age_s:.0f} s.{self._of_another()}"
-        return f"stopped by {number.name} before a checkpoint could be written: {rank}", 128 + number
+        rank = (
+            f"rank {self._launch.rank} did not stop, {describe(beat)} for {beat.age_s:.0f} s{self._place()}."
+        )
+        text = f"stopped by {number.name} before a checkpoint could be written: {rank}{self._of_another()}"
+        return text, 128 + number
 
     def _in_user_code(self, beat: HeartbeatRecord) -> str:
         rank, age_s = self._launch.rank, beat.age_s
         return f"rank {rank} has been in the recipe's code for {age_s:.0f} s, {describe(beat)}{self._place()}"
 
     def _of_another(self) -> str:
-        return " It waits for another rank, whose own output says where that is." if self._waits else ""
+        waits = self._waits and self._store is not None
+        return " It waits for another rank, whose own output says where that is." if waits else ""
 
     def _place(self) -> str:
         place = place_of_thread(self._main_thread)
@@ -281,10 +289,13 @@ class HangTimer:
             # In a thread: over a link that is down, connecting takes longer than this rank has.
             writer = threading.Thread(target=self._write_to_store, args=(record,), daemon=True)
             writer.start()
-            writer.join(LEAVE_S)
+            writer.join(ANSWER_S)
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes. They ignore SIGTERM.
             child.kill()
+        if exit_code > 128 and "WANDB_SWEEP_PARAM_PATH" in os.environ:
+            # No failure for wandb's agent: see kill_self_with, whose handlers only the main thread may set.
+            os.kill(os.getpid(), signal.SIGKILL)
         os._exit(exit_code)
 
     def _write_end(self, failure: Failure) -> None:

@@ -38,6 +38,9 @@ PHASES = (
     "done",
 )
 IN_A_STEP = frozenset(STEP_PARTS)
+IN_A_STEP_OR_REPORT = IN_A_STEP | {"report"}  # the report of a step is read before the next one
+# A rank in one of these has already run: from here launch.hang_timeout_s holds, not launch.init_timeout_s.
+AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 # Phases that are mostly a wait for other ranks.
 WAITING = frozenset(
     {
@@ -85,7 +88,7 @@ def limit_s(phase: str, hang_timeout_s: float) -> float:
 
 def describe(beat: HeartbeatRecord) -> str:
     """Where in the run a heartbeat is, as part of a sentence."""
-    if beat.phase in (*STEP_PARTS, "report"):
+    if beat.phase in IN_A_STEP_OR_REPORT:
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
         return f"in the {beat.phase} after step {beat.step}"
@@ -96,7 +99,7 @@ def describe(beat: HeartbeatRecord) -> str:
 
 def stop_notice(beat: HeartbeatRecord, steps_ahead: int = 0) -> str:
     """The answer to a request to stop, printed at once. `steps_ahead`: steps that a device has queued."""
-    in_step = beat.phase in (*STEP_PARTS, "report") and beat.step and beat.has_stepped
+    in_step = beat.phase in IN_A_STEP_OR_REPORT and beat.step and beat.has_stepped
     when = f"after step {beat.step + steps_ahead}" if in_step else f"as soon as possible ({describe(beat)})"
     return f"stopping {when}, then saving; Ctrl-C again ends without saving"
 

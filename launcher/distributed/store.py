@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
+ANSWER_S = 4.0  # for an answer of the store, from a process that ends
 
 
 def ignore_store_errors() -> suppress:

@@ -143,8 +143,6 @@ class Agent:
             again = overrides_to_resume(self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
             return JobFailed(text, SAVED)
-        if outcome.exit_code == 128 + stop:  # a rank that ended at once, and has said so
-            return outcome.error()
         when = "after the last checkpoint" if is_saved else "before a checkpoint could be written"
         text = f"stopped by {stop.name} {when}: {outcome.text}"
         hint = f"{outcome.hint} {self._how_to_resume(newest)}".lstrip()

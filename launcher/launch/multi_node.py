@@ -26,7 +26,7 @@ from launcher.config.codec import decoded, encoded
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
 from launcher.distributed.exit_records import JobFailed
-from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
+from launcher.distributed.store import ANSWER_S, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.launch.root_cause import DONE, GroupResult, RunOutcome, outcome_of
 from launcher.os.signals import StopSignal
@@ -55,7 +55,7 @@ class SingleNode:
     def __exit__(self, *error: object) -> None: ...
 
     def next_rendezvous(self, num_workers: int, signals: StopSignal) -> tuple[int, int]:
-        """Begin the next attempt: the lowest rank of this machine's workers, and how many there are."""
+        """Begin the next attempt: the lowest rank of this machine's workers, and the number of all ranks."""
         return 0, num_workers
 
     def outcome(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
@@ -96,10 +96,10 @@ class MultiNode(SingleNode):
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        self._thread.join(LEAVE_S)
+        self._thread.join(ANSWER_S)
 
     def next_rendezvous(self, num_workers: int, signals: StopSignal) -> tuple[int, int]:
-        """Wait for the parents of all machines to begin the next attempt."""
+        """As above, once the parents of all machines have begun the next attempt."""
         from torch.distributed import DistError
 
         attempt = self._status["attempt"] + 1
@@ -181,7 +181,7 @@ class MultiNode(SingleNode):
             raise self._node_lost(silent or [RANK0])
 
     def _node_lost(self, nodes: Sequence[int]) -> StalledError:
-        set_tcp_timeouts(LEAVE_S)  # of what this process still asks the store
+        set_tcp_timeouts(ANSWER_S)  # of what this process still asks the store
         hosts = [self._statuses[node]["host"] for node in nodes if node in self._statuses]
         named = f" ({', '.join(hosts)})" if hosts else ""
         return StalledError(

@@ -96,7 +96,7 @@ def check_all_nodes_started(wish: LaunchConfig, launch: LaunchEnv, environ: Mapp
         here = launch.world_size if key.startswith("OMPI") else 1
         if said.isdecimal() and int(said) > here:
             raise PreflightError(
-                f"{key}={said} in the environment says that there are others, but this process would train "
+                f"{key}={said} in the environment says that there are more, but this one would train "
                 f"alone. Start one on each machine: {program()} ... {USAGE}, or torchrun with --nnodes. "
                 "To train on one machine all the same, give launch.nnodes=1."
             )

@@ -59,7 +59,7 @@ class RunOutcome:
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool | None = None  # None: as the exit code says
     micro_batch: int | None = None  # the micro-batch to restart with, after a shortage of memory
-    crashed: bool = False  # by itself: no rank was killed from outside, or has only lost another one
+    crashed: bool = False  # of its own error or signal: not by SIGKILL, nor because another was lost
     stop: int = 0  # the signal by which the run was asked to stop, on whichever machine
 
     def error(self) -> JobFailed:
@@ -91,6 +91,7 @@ def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome
         (result for group_result in group_results for result in group_result.results),
         key=lambda result: result.rank,
     )
+    # Texts: "" where none hangs; if machines differ, launch.init_timeout_s, which sorts last.
     if limit := max(group_result.limit for group_result in group_results):
         outcome = hang_outcome(results)
         text = f"{outcome.text}; stacks of all ranks: {stacks}"
@@ -125,8 +126,8 @@ def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
 def rank_at_fault(results: Sequence[RankResult]) -> RankResult:
     """The rank to blame.
 
-    The first rule that holds for some rank decides; among those the earliest record, without records the
-    lowest rank.
+    The first rule that holds for some rank decides. Of several such ranks it is that with the earliest
+    record, or without records the lowest.
     """
 
     rules: tuple[Callable[[RankResult], bool], ...] = (

@@ -45,7 +45,9 @@ def num_ranks(wish: LaunchConfig, launch: LaunchEnv, workers: int | None = None)
     `workers` is how many a job of a sweep gets; None for a run that gets what this machine has.
     """
     workers = workers or num_workers(wish, launch)
-    return (workers or 1) * launch.world_size if launch.is_node else workers or launch.world_size
+    if launch.is_node:
+        return (workers or 1) * launch.world_size
+    return workers or launch.world_size
 
 
 def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = None) -> None:

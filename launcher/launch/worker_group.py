@@ -15,7 +15,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, limit_s
+from launcher.distributed.heartbeat import AFTER_A_STEP, HeartbeatRecord, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.launch.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
 from launcher.launch.worker_process import WorkerSpec
@@ -27,8 +27,6 @@ from launcher.user_code import place_in_stacks
 ERROR_GRACE_S = 1.0
 STACKS_S = 0.5  # for live workers to write their stacks, which takes milliseconds, before they are killed
 PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
-# A rank in one of these has already run: from here launch.hang_timeout_s holds, not launch.init_timeout_s.
-AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
 class WorkerGroup:
@@ -109,11 +107,11 @@ class WorkerGroup:
 
     def _is_overdue(self, now: float) -> bool:
         every = self._work.heartbeats.read()
-        left = [rank for rank, process in enumerate(self._processes) if process.exitcode is None]
-        if any(self._is_in_user_code(every[rank], self._processes[rank]) for rank in left):
+        left = [index for index, process in enumerate(self._processes) if process.exitcode is None]
+        if any(self._is_in_user_code(every[index], self._processes[index]) for index in left):
             self._watched_since_s = now  # for as long as it takes: the others wait for it
             return False
-        beats = [every[rank] for rank in left]
+        beats = [every[index] for index in left]
         # A rank that evaluates before its first step beats with each batch.
         done = any(beat.has_stepped or beat.phase in AFTER_A_STEP for beat in beats)
         # A rank that has exited will take no first step that others could still wait for.

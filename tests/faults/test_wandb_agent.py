@@ -158,13 +158,13 @@ def test_an_early_stop_saves_is_no_failure_and_can_be_resumed(tmp_path: Path) ->
     assert "failed runs" not in running.log
 
 
-def test_a_stop_before_the_first_step_ends_the_run_soon_and_the_agent_goes_on(tmp_path: Path) -> None:
-    """There is nothing to save; the recipe's own code, which runs now, would take ten minutes."""
+def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    """Three failures within its first minute would end the agent. The recipe would take ten minutes."""
     write_recipe(tmp_path)
     with open(tmp_path / "tiny.py", "a") as file:
         file.write("open('imported', 'w').close(); time.sleep(600)")
-    with agent(tmp_path, "launch.grace_s=10", "${args_no_hyphens}") as running:
-        for number in range(2):
+    with agent(tmp_path, "launch.grace_s=5", "${args_no_hyphens}") as running:
+        for number in range(4):
             running.server.commands.append([running.server.run(f"r{number}", {"seed": number})])
             running.until((tmp_path / "imported").exists, "the recipe is imported")
             (tmp_path / "imported").unlink()
@@ -174,3 +174,4 @@ def test_a_stop_before_the_first_step_ends_the_run_soon_and_the_agent_goes_on(tm
             assert (result["state"], result["exit"]) == ("failed", 128 + signal.SIGTERM)
             assert "stopped by SIGTERM before a checkpoint could be written" in result["error"]
         assert running.end() == 0, running.log
+    assert "failed runs" not in running.log

@@ -31,7 +31,7 @@ from launcher.telemetry.events import EndEvent
 from launcher.trainer.errors.recipe_errors import IN_LOG, recipe_failure
 from launcher.user_code import innermost, short_traceback, user_location
 
-CAUSE_S = 0.4  # for the rank that was lost to record why; the parent kills the others after half a second
+CAUSE_S = 0.4  # for the rank that was lost to record why: well within the parent's ERROR_GRACE_S
 
 log = logging.getLogger("launcher")
 
