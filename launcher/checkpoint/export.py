@@ -82,12 +82,16 @@ def with_model_folder(run_dir: Path, folder: Path) -> None:
 
     Raises as `export`.
     """
-    _refuse_paths(run_dir, folder / "model.safetensors")
+    weights = folder / "model.safetensors"
+    _refuse_paths(run_dir, weights)
+    files = [file for file in (run_dir / MODEL).glob("*.*") if file.is_file() and not file.is_symlink()]
+    for file in files:
+        if not weights.exists() and (folder / file.name).exists():
+            raise ConfigError(f"{folder / file.name} is there, and not from an export. Give another folder.")
     with _writing(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        for file in (run_dir / MODEL).glob("*.*"):
-            if file.is_file() and not file.is_symlink():
-                shutil.copyfile(file, folder / file.name)
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
 
 
 def _refuse_paths(run_dir: Path, file: Path) -> None:

@@ -47,6 +47,10 @@ def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
         weights = weights_of(
             directory, "--best" in arguments.flags, "--no-ema" not in arguments.flags
         ).tensors
+    elif arguments.flags:
+        raise ConfigError(
+            f"{directory} is an export, not a run: --best and --no-ema choose among checkpoints."
+        )
     else:
         weights = load_file(folder / "model.safetensors")
     predictor = Predictor(

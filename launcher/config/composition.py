@@ -36,7 +36,10 @@ HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this versi
 PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume", "data.cache", "model.init_from")
 MAY_BE_ABSENT = ("data.cache", "model.init_from")
 WARMUP = "schedule.warmup_fraction"
-NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
+WORDS = {
+    "checkpoint.resume": ("auto", "never"),
+    "data.cache": ("auto", "none"),
+}  # accepted in place of a path
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Tree = dict[str, Any]
 
@@ -61,9 +64,11 @@ class Request:
         return (conf_dir(),) if self.config_dir is None else (conf_dir(), self.config_dir.absolute())
 
     def value_of(self, key: str) -> object:
-        """The value that the overrides give to a key, the last one; None without one."""
+        """The value that the overrides give to a key, the last one; None without one that can be read."""
         lines = [line for line in self.overrides if line.startswith(f"{key}=")]
-        return parsed(lines[-1]).value() if lines else None
+        with suppress(HydraException):  # reported with all others
+            return parsed(lines[-1]).value() if lines else None
+        return None
 
 
 class Composer:
@@ -171,7 +176,7 @@ def make_paths_absolute(tree: Tree) -> Iterator[str]:
         path = value_at(tree, key)
         if not isinstance(path, str) or not text.holds(path):  # null, or a wrong value
             continue
-        if path not in NOT_PATHS and not is_hub_name(tree, key, path):
+        if path not in WORDS.get(key, ()) and not is_hub_name(tree, key, path):
             section, _, name = key.partition(".")
             tree[section][name] = absolute = str(Path(os.path.expanduser(path)).resolve())
             if key not in MAY_BE_ABSENT and not os.path.exists(absolute):  # False also for too long a name

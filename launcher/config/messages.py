@@ -70,7 +70,7 @@ def likeness(word: str, candidate: str) -> float:
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """The text; a long one without its middle."""
+    """The text; of a long one the beginning, and its length."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]}... ({len(text):,} characters)"

@@ -132,6 +132,7 @@ def advice_for(key: str, value: str) -> str:
         if name in names.split() and override.partition("=")[0] != key:
             if override.startswith("precision="):
                 here = "fp32" if value in ("false", "null") else PRECISIONS.get(value)
+                here = value if value in PRECISIONS.values() else here
                 return f"Write precision={here}." if here else f"Write {override}."
             return f"Write {override.format(value=value)}."
     return next((said.format(value=value) for said, names in SENTENCES.items() if name in names.split()), "")

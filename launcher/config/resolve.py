@@ -133,6 +133,8 @@ def override_problems(override: Override, composer: Composer, multirun: bool) ->
     group, value = override.key_or_group, value_of(override)
     if group not in composer.groups:
         return []
+    if override.is_interval_sweep():
+        return [f"{override.input_line}: {group} takes names: {group}=a,b."]
     values = value if override.is_sweep_override() else [value]
     return [problem for choice in values if (problem := choice_problem(group, choice, composer))]
 

@@ -67,6 +67,7 @@ def test_the_key_that_was_typed_is_not_advised() -> None:
 def test_what_is_off_is_fp32_and_a_section_of_another_program_is_left_out() -> None:
     assert "Write precision=fp32." in problem("fp16=false")
     assert "Write precision=amp_fp16." in problem("mixed_precision=16-mixed")
+    assert "Write precision=bf16." in problem("mixed_precision=bf16")
     assert "Write train.epochs=3." in problem("trainer.max_epochs=3")
 
 

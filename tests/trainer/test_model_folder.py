@@ -110,6 +110,11 @@ def test_export_makes_a_folder_of_a_run(tmp_path: Path) -> None:
     refused = launch_forked(tmp_path, ["export", "run", "weights.pt"])
     assert refused.returncode == 2
     assert "in the format safetensors: name it weights.safetensors." in refused.stderr
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "prediction.json").write_text("{}")
+    refused = launch_forked(tmp_path, ["export", "run", "mine"])
+    assert refused.returncode == 2
+    assert (tmp_path / "mine" / "prediction.json").read_text() == "{}", "a file that no export wrote"
     assert {file.name for file in (tmp_path / "run" / "checkpoints").iterdir()} <= {"step-00000001"}
     for target in ("made/", "made"):  # the second time it is there
         done = launch_forked(tmp_path, ["export", "run", target])
