@@ -223,14 +223,16 @@ class IterableLoader(Batches):
         self._pool: WorkerPool | None = None
         self._fetched: Iterator[FetchedBatch] = iter(())
         self._ahead: FetchedBatch | None = None
-        self._latest: tuple[int, list[Taken]] = (-1, [])
+        self._recent: dict[int, list[Taken]] = {}  # of the latest two steps: a GPU's are read one step late
+        self._latest = -1  # the step that was asked for last
         self._missing = 0
 
     def step(self, epoch: int, step: int) -> list[Batch]:
-        """This rank's micro-batches: of the next step, or again of the one before."""
-        if step != self._latest[0]:
-            self._latest = step, self._take()
-        return [self._finished(*taken) for taken in self._latest[1]]
+        """This rank's micro-batches: of the next step, or again of one of the two before."""
+        if step not in self._recent:
+            self._recent = dict([*self._recent.items()][-1:]) | {step: self._take()}
+        self._latest = step
+        return [self._finished(*taken) for taken in self._recent[step]]
 
     def trial(self, step: int, most: int) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
@@ -239,7 +241,7 @@ class IterableLoader(Batches):
 
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
-        return [list(fetched.kept) for fetched, _, _ in self._latest[1]]
+        return [list(fetched.kept) for fetched, _, _ in self._recent.get(self._latest, [])]
 
     def missing(self) -> int:
         """How many samples of its share this rank lacks in the latest step."""

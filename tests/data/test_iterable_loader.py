@@ -240,6 +240,9 @@ def test_a_step_may_be_asked_for_again():
     again = stream.step(0, 0)
     assert torch.equal(first[0]["drawn"], again[0]["drawn"])
     assert joined(stream.step(0, 1)) == list(range(8, 16))
+    again = stream.step(0, 0)  # as on a GPU, whose step is read once the next one has been launched
+    assert torch.equal(first[0]["drawn"], again[0]["drawn"])
+    assert joined(stream.step(0, 2)) == list(range(16, 24))
 
 
 @pytest.mark.parametrize("make", [Numbers, of_hugging_face])
