@@ -40,6 +40,7 @@ class DataShare(Callback):
         # In a single sample BatchNorm finds no variance.
         self._least = 2 if plan.batch_size >= 2 * plan.world_size else 1
         self._most = [plan.batch_size] * plan.world_size  # lower for a rank that has lacked memory for more
+        self._saved_most: tuple[list[int], int | None] = [], None  # of the checkpoint, and its most_per_pass
         self._next: tuple[tuple[int, ...], str] | None = None  # shares of the coming steps, and why
         self._begin_window(warm_up=WARM_UP, steps=FIRST_STEPS)
 
@@ -58,11 +59,15 @@ class DataShare(Callback):
         Which ranks have lacked memory is known only for the same ranks and micro-batch.
         """
         shares, plan = tuple(values["shares"]), self._context.plan
-        limit = plan.most_per_pass
         if len(shares) == plan.world_size and sum(shares) == plan.batch_size:
             self._next = (shares, "as in the run so far")
-        if len(values["most"]) == plan.world_size and values.get("most_per_pass") == limit:
-            self._most = [limit if most == limit else plan.batch_size for most in values["most"]]
+        self._saved_most = values["most"], values.get("most_per_pass")
+
+    def on_train_start(self, step: int) -> None:
+        plan, (saved, limit) = self._context.plan, self._saved_most
+        # Only now has the plan the micro-batch that the run uses.
+        if len(saved) == plan.world_size and limit == plan.most_per_pass:
+            self._most = [limit if most == limit else plan.batch_size for most in saved]
 
     def on_step_start(self, position: Position) -> None:
         """Divide the coming batches anew, if that was decided, unless a rank lacks memory for it."""
@@ -71,9 +76,9 @@ class DataShare(Callback):
         context, ((shares, reason), self._next) = self._context, (self._next, None)
         before = context.plan.shares
         # Several passes are summed in fp32: a rank that has had one needs 4 more bytes per parameter.
-        texts = all_gather_str(context.env, self._lacks(shares))
+        texts = all_gather_str(context.env, self._try_shares(shares))
         if short := [rank for rank, text in enumerate(texts) if text]:
-            self._lacks(before)
+            self._try_shares(before)  # back, on all ranks
             limit = context.plan.most_per_pass
             for rank in short:
                 self._most[rank] = limit
@@ -86,8 +91,8 @@ class DataShare(Callback):
         text = f"{of_ranks} from step {position.step} on, {reason}"
         context.telemetry.decision("shares", text, shares=shares, from_step=position.step)
 
-    def _lacks(self, shares: tuple[int, ...]) -> str:
-        """What this rank has run out of for these shares; empty if they are those of the plan now."""
+    def _try_shares(self, shares: tuple[int, ...]) -> str:
+        """Set these shares. Returns what this rank ran out of in doing so; empty if nothing."""
         try:
             self._context.divide(shares)
         except Exception as error:

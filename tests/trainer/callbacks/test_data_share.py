@@ -25,4 +25,5 @@ def share_of(batch_size: int, micro_batch: int) -> DataShare:
 def test_a_lack_of_memory_is_remembered_while_the_micro_batch_stays(micro_batch, most) -> None:
     part = share_of(16, micro_batch)
     part.load_state_dict({"shares": (), "most": [4, 16], "most_per_pass": 4})
+    part.on_train_start(0)
     assert part.state_dict() == {"shares": (), "most": most, "most_per_pass": micro_batch}
