@@ -75,6 +75,7 @@ def _call_while_others_wait(
 
 
 def _call_and_report(context: TrainContext, position: Position, is_trial: bool = False) -> bytes:
+    """Call the function, sort what it returns, and report it, unless `is_trial`. Runs on rank 0."""
     found, step, epoch = _call(context, position), position.step, position.epoch
     with guarding("what the recipe's on_eval_end returned", context.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
@@ -83,7 +84,7 @@ def _call_and_report(context: TrainContext, position: Position, is_trial: bool =
             context.telemetry.emit(
                 AfterEvaluationEvent(step, epoch=epoch, texts=texts, numbers=numbers, pictures=files)
             )
-    return b""
+    return b""  # from_rank0 sends bytes; only an error matters to the other ranks
 
 
 def _call(context: TrainContext, position: Position) -> object:
@@ -117,10 +118,13 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 
 def _written(context: TrainContext, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
     """The paths of the pictures' files. One that cannot be written is a warning."""
-    folder, found = Path(context.config.run.dir) / PICTURES, {}
+    folder = Path(context.config.run.dir) / PICTURES
+    found: dict[str, str] = {}
     for name, content in pictures.items():
         stem = re.sub(r"[^\w-]+", "_", encodable(name))[:MAX_STEM]
         path = folder / f"{stem}-{step:08d}.png"
+        if str(path) in found.values():  # names that differ only in what a file name cannot have
+            path = folder / f"{stem}-{len(found)}-{step:08d}.png"
         try:
             folder.mkdir(exist_ok=True)
             write_content(path, content)

@@ -41,7 +41,7 @@ class TrainAccuracy:
             predicted = predicted.argmax(dim=1)
         if predicted.is_floating_point() or predicted.shape != labels.shape:
             return
-        self._counts[0] += (predicted == labels).sum()
+        self._counts[0] += ((predicted == labels) & (labels >= 0)).sum()
         self._counts[1] += (labels >= 0).sum()
 
     def take(self) -> tuple[int, int]:

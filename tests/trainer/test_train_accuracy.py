@@ -35,6 +35,7 @@ LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
         (LOGITS, torch.tensor([0, 1, 1]), (2, 3)),
         (LOGITS, torch.tensor([0, -100, 1]), (1, 2)),
         (torch.tensor([0, 1, 0]), torch.tensor([0, 1, 1]), (2, 3)),
+        (torch.tensor([0, -100, 0]), torch.tensor([0, -100, 1]), (1, 2)),
         (LOGITS.T[None].expand(2, 2, 3), torch.tensor([[0, 1, 1], [0, 1, 0]]), (5, 6)),
         (LOGITS, torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]]), (0, 0)),  # mixed labels
         (LOGITS, torch.tensor([0, 1]), (0, 0)),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from launcher.checkpoint.pretrained import FLOATS, read, sha256_of
 from launcher.config.schema import Config
@@ -62,9 +63,9 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: str, strict: 
 
     Raises ConfigError, before anything is copied, where the file must not be used.
     """
-    # Parameters and persistent buffers; a tied one under each of its keys. None is lazy: see build_model.
+    # Parameters and persistent buffers; a tied one under each of its keys. The Stepper refuses lazy ones.
     state = model.state_dict(keep_vars=True).items()
-    own = {plain_name(key): x for key, x in state if isinstance(x, Tensor)}
+    own = {plain_name(key): x for key, x in state if isinstance(x, Tensor) and not is_lazy(x)}
     shared = [name for name in own if name in tensors]
     for name in shared:  # copy_ would convert quantised values without their scales
         kinds = FLOATS if own[name].dtype in FLOATS else (own[name].dtype,)

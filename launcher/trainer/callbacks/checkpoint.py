@@ -144,8 +144,6 @@ class CheckpointCallback(Callback):
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
     def _save(self, position: Position, measured: EvalOutcome | None) -> None:
-        if measured is not None and measured.is_best:
-            self._best_step = position.step
         self._context.step_reader.flush()  # raises if the run has diverged, which is then not saved
         self._context.telemetry.flush()
         self._context.heartbeat.beat("consistency check")
@@ -163,7 +161,9 @@ class CheckpointCallback(Callback):
             stream=all_gather_str(self._context.env, place) if place else None,
         )
         progress = TrainProgress(position.epoch, position.step, round(self._context.samples))
-        self._report(self._checkpointer.save(progress, metric, extra))
+        self._report(self._checkpointer.save(progress, metric, extra))  # how the one before has ended
+        if measured is not None and measured.is_best:
+            self._best_step = position.step
         self.due.mark_started()
         self._context.step_reader.restart_timer()
 
