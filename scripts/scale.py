@@ -222,9 +222,9 @@ def _steps(model: Model) -> Rows:
 
 def _wires(models: Sequence[Model]) -> Rows:
     yield (
-        f"step over `native`, {MANY} ranks",
+        f"sharded step over one with all-reduce, {MANY} ranks",
         "ranks per card",
-        *(f"{model.name}, `shard=true`" for model in models),
+        *(f"{model.name}, `ddp.shard_optimizer=true`" for model in models),
     )
     for name in SHARED:
         for sharing in (1, 8):

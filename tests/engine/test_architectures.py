@@ -43,7 +43,7 @@ Moves = dict[str, Tensor]
 
 def needs(family: str) -> None:
     if importlib.util.find_spec(family) is None:
-        pytest.skip(f"{family} is not installed; launcher/engine/README.md says how")
+        pytest.skip(f"{family} is not installed: pip install {family}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 

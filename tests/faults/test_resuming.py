@@ -129,7 +129,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
 }
 
 
-SLOW = ("fp16 on two ranks", "fp32 sums, overflows after the stop", "a scale found by itself")
+SLOW = ("fp16 on two ranks", "fp32 sums, overflows after the stop")
 
 
 @pytest.mark.parametrize(
