@@ -22,7 +22,7 @@ from launcher.launch.slurm import torchrun_env_from_slurm
 from launcher.os.signals import ignore_sigterm_of_torchrun
 from launcher.os.stdio import say
 
-RUNNING = ("train", "compare", "job")  # commands that run jobs, but for these flags
+RUNNING = ("train", "compare", "job")  # commands that run jobs, unless given one of QUERIES
 QUERIES = frozenset({"--help", "--version", "--cfg"})
 
 
@@ -50,7 +50,6 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then send the other ranks the same exit code."""
     run_rank = run_node if launch.is_node else run_worker
     broadcast = ConfigBroadcast(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
-    exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(typed_argv(argv)), broadcast), ""
     except (KeyboardInterrupt, errors.Interrupted):

@@ -121,7 +121,7 @@ class PrunedError(PreemptedError):
 
 
 class Interrupted(BaseException):
-    """Ctrl-C was pressed again while a run was being stopped. Not what a data set's own code raises."""
+    """Ctrl-C was pressed again while a run was stopping. Code of a data set may catch KeyboardInterrupt."""
 
 
 class DataWarning(UserWarning):

@@ -12,6 +12,7 @@ stops all the others.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -24,10 +25,8 @@ from launcher.checkpoint.run_state import Snapshot
 from launcher.checkpoint.storage import publish
 from launcher.errors import LauncherError
 
-# After a piece of 1 ms a pause of 39 ms.
-SHARE = 0.025  # of the time of one processor
-# Of pauses: until the checkpoint is written a crash resumes from the one before.
-LONGEST_S = 5.0
+SHARE = 0.025  # of one processor's time that a write takes: after 1 ms of work a pause of 39 ms
+LONGEST_S = 5.0  # with pauses; a crash before the checkpoint is complete resumes from the one before
 RETRY_S = 60.0  # after a checkpoint that could not be written: each try copies the whole state
 
 
@@ -100,7 +99,8 @@ def write_checkpoint(directory: Path, keep: int, snapshot: Snapshot, hurry: thre
     error, size_bytes = None, 0
     try:
         path = publish(directory, snapshot, WriteThrottle(hurry).pause)
-        size_bytes = sum(file.stat().st_size for file in path.iterdir())
+        with contextlib.suppress(OSError):  # of a shared disk; the checkpoint is there
+            size_bytes = sum(file.stat().st_size for file in path.iterdir())
         best = snapshot.extra.best
         apply_retention(directory, keep, None if best is None else directory / step_name(best.step))
     except LauncherError as failure:

@@ -87,10 +87,13 @@ def refuse_other(identity: Identity, saved: Identity, where: str, *, as_start: b
     may_differ = {"precision.name"} if as_start else set()
     found = [text for key, text in changes(saved, identity).items() if key not in may_differ]
     if found:
+        other = (
+            "take its weights alone with model.init_from" if as_start else "start a new run with run.dir=DIR"
+        )
         raise ConfigError(
             f"{where} belongs to another run: {listed(found, SHOWN, '; ')}. A run resumes only with the "
             "model, data and optimizer it started with: give the overrides it was started with "
-            "(overrides.txt of its run), or start a new run with another run.dir."
+            f"(overrides.txt of its run), or {other}."
         )
 
 

@@ -83,9 +83,7 @@ def publish(directory: Path, snapshot: Snapshot, pause: Pause = no_pause) -> Pat
 def load(path: Path) -> Snapshot:
     """Verify a checkpoint and read it. Raises StorageError, with the damage, for a damaged one."""
     if problems := verify(path):
-        raise StorageError(
-            f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint with checkpoint.resume=PATH."
-        )
+        raise StorageError(f"{path} is damaged: {'; '.join(problems)}.")
     return snapshot_of(*read_files(path))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def release(error: BaseException) -> None:
-    """Free all that the frames hold which `error` and its causes have passed through and left.
+    """Free what is held by the frames that `error` and its causes have passed through and left.
 
     Their tracebacks are dropped: log the error before. To clear the frames would not do. CPython keeps the
     function of a frame, and with it the variables that it takes from around it. Lambdas and generator

@@ -50,7 +50,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def save_means_stop(preempt_signals: str) -> bool:
-    """Whether SAVING ask to stop, as launch.preempt_signals says: schedulers send them before the end."""
+    """Whether the signals in SAVING, which schedulers send before the end, ask to stop."""
     return preempt_signals == "stop" or (preempt_signals == "auto" and "SLURM_JOB_ID" in os.environ)
 
 

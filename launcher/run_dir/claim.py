@@ -85,7 +85,7 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[tuple[Con
 
 def _writing(config: Config) -> AbstractContextManager[None]:
     """Raise a StorageError in place of an OSError."""
-    place = Path(config.run.dir or DEFAULT_ROOT / config.recipe.name).absolute()
+    place = Path(config.run.dir or DEFAULT_ROOT / config.recipe.name).expanduser().absolute()
     return failing_as_storage_error(
         f"The run's files cannot be written to {place}",
         "Choose a writable place with run.dir=DIR, or make room there.",
@@ -110,7 +110,7 @@ def _finished(config: Config, directory: Path) -> str:
     """The message for a run that is already done; empty for one that can be resumed.
 
     Raises ConfigError for another run, and for one that is done and was trained with other settings: this
-    command would leave it as it is. One in which nothing has been trained is none to protect.
+    command would leave it as it is. Deletes the result.json of a run that begins anew or has trained nothing.
     """
     if config.checkpoint.resume == NEVER or not _has_trained(directory):
         (directory / RESULT).unlink(missing_ok=True)  # of the run that this one replaces

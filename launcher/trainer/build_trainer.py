@@ -66,8 +66,8 @@ def build_trainer(
     steps_left = start.step < context.length.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.micro_batch)
-    # The step that comes next; 0 before the first one of a new run.
-    heartbeat.beat("data", 0 if start.step == 0 else start.step + (not start.evaluation_pending))
+    next_step = start.step if start.evaluation_pending else start.step + 1
+    heartbeat.beat("data", next_step if start.step else 0)  # 0: before the first step of a new run
     results.log_start(context, [peer.device for peer in peers], start)
     transform, steps = context.recipe.train_transform, context.length.total_steps
     context.batches = training_batches(context.data.train, context.plan, transform, steps, start.stream)

@@ -82,7 +82,7 @@ class TrainContext:
     def divide(self, shares: tuple[int, ...]) -> None:
         """Give the ranks these shares of each batch. On all ranks alike, between steps.
 
-        `batches` that are already there must be divided by the new plan.
+        Once `batches` exist, the caller also calls batches.divide(context.plan).
         """
         self.plan = dataclasses.replace(self.plan, shares=shares)
         self.stepper.set_micro_batches(self.plan.own_micro_batches)

@@ -82,7 +82,7 @@ class EvalOutcome:
 
 
 class StepFlag(IntEnum):
-    """The slots of the step's all-reduce: the sum over the ranks of each."""
+    """What a rank may vote in a step: an index into StepReport.votes, the sums over all ranks."""
 
     STOP = 0  # this and the next two are set if any rank sets them
     SAVE = 1

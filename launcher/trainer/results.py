@@ -141,7 +141,7 @@ def result_of(context: TrainContext, steps: int, seconds: float) -> Result:
         classes=None if context.recipe.classes is None else list(context.recipe.classes),
         normalisation=normalisation_of(context.recipe),
         energy_kwh=None if joules is None else joules / 3.6e6,
-        # What callbacks find out; a run without such a callback has none.
+        # Placeholders: EvaluationLoop sets the first three, ThroughputTotals and MicroBatch the others.
         metric_name=None,
         metric=None,
         metrics={},

@@ -21,9 +21,9 @@ SHOWN = 8  # settings that have changed
 def resume(context: TrainContext, checkpointer: Checkpointer, launch: LaunchEnv) -> ResumePoint:
     """Load the checkpoint to resume from, if there is one. A collective.
 
-    After a restart that is the newest of this run, once later steps than those of `checkpoint.resume` are set
-    aside. Raises, on all ranks, ConfigError for another run's checkpoint or one beyond the end, StorageError
-    if none is intact although one was requested.
+    As `checkpoint.resume` says. If that discards later steps of this run, it does so once: a restart of the
+    same command then resumes from the run's newest checkpoint. Raises, on all ranks, ConfigError for another
+    run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
     """
     telemetry, length, run_dir = context.telemetry, context.length, Path(context.config.run.dir)
     # Only rank 0's value counts: it chooses for all.
@@ -47,7 +47,7 @@ def resume(context: TrainContext, checkpointer: Checkpointer, launch: LaunchEnv)
     scale = checkpointer.load(found.snapshot)
     context.best = extra.best
     context.callbacks.load_state_dict(extra.callbacks)
-    # Killed before its result was written, or to be saved again with the evaluation that is due.
+    # At the end: the run was killed before its result was written, so the last evaluation is repeated.
     at_end = step == length.total_steps or bool(context.callbacks.stop_reason)
     evaluation_pending = at_end or (length.should_evaluate(step) and not extra.evaluated)
     _warn_of_changes(context, found.snapshot)

@@ -22,7 +22,8 @@ class TrainStep:
     def __init__(self, context: TrainContext) -> None:
         self.context, self.stepper = context, context.stepper
         self.network = context.model  # or the same, compiled
-        self._checked_unregistered = False  # whether a loss was: the first one is
+        # The first loss is checked for parameters that the model does not hold.
+        self._checked_unregistered = False
 
     def run(self, position: Position) -> StepResult:
         """Runs one training step: forward and backward of this rank's micro-batches, then the update."""

@@ -51,7 +51,8 @@ class Trainer:
         self.callbacks.on_train_start(self.start.step)
         step = self.start.step
         if self.start.evaluation_pending:  # of the step after which the checkpoint was taken
-            self._end_step(self.length.position_of(step), self.evaluation.run(self.length.position_of(step)))
+            position = self.length.position_of(step)
+            self._end_step(position, self.evaluation.run(position))
         self.step_reader.restart_timer()
         while step < self.length.total_steps and not self.callbacks.stop_reason:
             step += 1

@@ -159,7 +159,8 @@ def _of_machine(env: WorkerEnv) -> str:
     """What the number of ranks leaves idle on this machine, or has them share."""
     if env.device.type == "cuda":
         idle = torch.cuda.device_count() - env.local_world_size
-        text = f"; {counted(idle, 'GPU')} of this machine idle: start with torchrun --nproc-per-node=gpu"
+        text = f"; {counted(idle, 'GPU')} of this machine idle: launch.nproc=auto uses all, or "
+        text += "torchrun --nproc-per-node=gpu"
         return text if idle > 0 else ""
     cores = len(os.sched_getaffinity(0))
     text = f"; they share {counted(cores, 'core')} and wait for each other"

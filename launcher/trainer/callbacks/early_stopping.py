@@ -60,7 +60,7 @@ class EarlyStopping(Callback):
             self._context.telemetry.decision("early stopping", f"after step {step}: {self.stop_reason}")
 
     def _counted(self, watched: PatienceState | None, found: MonitoredMetric, step: int) -> PatienceState:
-        """A value that is not a number improves nothing."""
+        """NaN improves nothing. While no evaluation has given a number, nothing is counted."""
         if watched is None or not watched.best.same_metric(found) or math.isnan(watched.best.value):
             return PatienceState(found, step, 0, step)
         if found.cost < watched.best.cost - self._config.min_delta:

@@ -1,9 +1,9 @@
 """Lets modules compute in fp32 once their outputs have left the range of fp16, and the run continue.
 
 Owns when that is tried and what is reported of it. A loss scale cannot help there: it moves gradients, not
-activations. Nor can it help where gradients leave that range at the smallest scale. All ranks read the same
-report of the same step, search together, and change the same modules before the next step; the skipped step
-has changed no weight.
+activations. Where gradients overflow at the smallest scale already, it cannot help either. All ranks read
+the same report of the same step, search together, and change the same modules before the next step; the
+skipped step has changed no weight.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ the decision from the same evaluation, and the check of the replicas compares th
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple
 from typing import Any
 
@@ -32,8 +33,8 @@ class ReduceLROnPlateau(Callback):
         self._context = context
         self._config = config
         self._compare_by = context.recipe.monitor
-        self._rate = context.stepper.lr  # of the config
-        self._factor_so_far = 1.0  # of it that is left
+        self._rate = context.stepper.lr  # the learning rate of the config
+        self._factor_so_far = 1.0  # the product of all reductions so far
         self._best: MonitoredMetric | None = None
         self._num_bad_evals = 0  # evaluations in a row that were no better
         self._step = 0  # of the latest evaluation, which a restarted run repeats
@@ -58,8 +59,7 @@ class ReduceLROnPlateau(Callback):
         """A value that is not a number improves nothing, and anything else is better than nothing."""
         best = self._best
         if best is None or not best.same_metric(found):
-            # False for nan.
-            return found.value == found.value
+            return not math.isnan(found.value)
         return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
 
     def state_dict(self) -> dict[str, Any]:

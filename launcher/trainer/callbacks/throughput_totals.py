@@ -47,6 +47,7 @@ class ThroughputTotals(Callback):
         times = slowest_rank_times(self._context.env, self._times, self._context.plan.shares)
         if times is None:
             return result
-        if self._context.config.data.share == "auto":  # of steps with other shares than the last ones, too
+        # Where shares changed during the run no gain can be computed from the mean.
+        if self._context.config.data.share == "auto":
             times["auto_share_gain"] = 1.0
         return replace(result, step_time=StepTime(**times))

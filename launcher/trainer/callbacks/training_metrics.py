@@ -31,7 +31,7 @@ class TrainingMetrics(Callback):
     def on_eval_start(self, position: Position) -> None:
         """Set `train_loss` and `train_accuracy` for the record of the evaluation. A collective.
 
-        None where no step has followed the last one.
+        Neither is set where no step has followed the last evaluation.
         """
         self._add_accuracy()
         found = {"train_loss": self._loss_sum / self._loss_count} if self._loss_count else {}

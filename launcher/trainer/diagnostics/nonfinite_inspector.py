@@ -150,9 +150,9 @@ def evidence_of(
         return replace(back, text="; ".join(parts), samples=samples)
     parts += [beyond(name, column, arithmetic) for name, column in batch.items() if name not in columns]
     position, module = AFTER_FORWARD, ""
-    if finding is None and not loss_finite:
+    if finding is None:
         parts.append("every module's output was finite, the loss was not")
-    elif finding is not None:
+    else:
         parts.append(module_text(finding))
         position = finding.position
         module = finding.name if finding.inputs_finite and not columns else ""
