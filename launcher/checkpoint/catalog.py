@@ -33,7 +33,6 @@ from launcher.run_dir.atomic import failing_as_storage_error
 from launcher.run_dir.discarding import AUTO, NEVER, discards_steps, record_discarded
 from launcher.run_dir.records import CHECKPOINTS
 
-FOLDER = CHECKPOINTS
 REPLACED = "replaced-"
 DELETED = ".deleted-"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -203,7 +202,7 @@ def _explicit(path: Path) -> ResumeChoice:
             f"checkpoint.resume={path}: there is no such directory. It must be auto, never, a run's "
             "directory or one of its checkpoints."
         )
-    for directory in (path / FOLDER, path):
+    for directory in (path / CHECKPOINTS, path):
         if candidates(directory):
             return newest_intact(directory, rename_damaged=False)
     if (path / MANIFEST).exists() or path.is_symlink():

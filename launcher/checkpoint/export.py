@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
+from launcher.checkpoint.catalog import best_intact, newest_intact
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.checkpoint.storage import load
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, replacing
-from launcher.run_dir.records import MODEL
+from launcher.run_dir.records import CHECKPOINTS, MODEL
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -45,7 +45,7 @@ def weights_of(run_dir: Path, best: bool = False, averaged: bool = True) -> RunW
 
     Raises StorageError where no checkpoint is intact.
     """
-    checkpoint = _choose(run_dir / FOLDER, best)
+    checkpoint = _choose(run_dir / CHECKPOINTS, best)
     snapshot = load(checkpoint)
     tensors = snapshot.engine.weights | snapshot.engine.buffers
     average = snapshot.average if averaged else None

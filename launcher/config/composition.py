@@ -86,14 +86,15 @@ class Composer:
     def resolved(self, overrides: tuple[str, ...]) -> Tree:
         """The tree with these overrides, whose keys exist. Raises ConfigError for what YAML must not have."""
         given = [*map(parsed, overrides)]
-        base, _ = self.base(tuple(each.input_line or "" for each in given if self.is_choice(each)))
+        choices = [each.input_line or "" for each in given if each.key_or_group in self.groups]
+        base, _ = self.base(tuple(choices))
         config = copy.deepcopy(base)
         values = {override.key_or_group: override.value() for override in given}
         if values.get("schedule") == "constant":
             # The recipe's warm-up, which is composed last, belongs to the recipe's own schedule.
             OmegaConf.update(config, WARMUP, 0)
         for override in given:
-            if not self.is_choice(override):
+            if override.key_or_group not in self.groups:
                 OmegaConf.update(config, override.key_or_group, override.value())
         tree = resolved(config)
         if "train.max_steps" in values and "train.epochs" not in values and value_at(tree, "train.max_steps"):
@@ -101,10 +102,6 @@ class Composer:
         if isinstance(resume := value_at(tree, "checkpoint.resume"), bool):  # as other programs have it
             tree["checkpoint"]["resume"] = "auto" if resume else "never"
         return tree
-
-    def is_choice(self, override: Override) -> bool:
-        """Whether it decides which files are read; Hydra takes a mapping for the values of a section."""
-        return override.key_or_group in self.groups and not isinstance(override.value(), dict)
 
     def base(self, choices: tuple[str, ...]) -> tuple[DictConfig, frozenset[str]]:
         """What these choices compose to, and the keys of it."""

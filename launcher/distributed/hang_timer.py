@@ -17,7 +17,6 @@ import contextlib
 import faulthandler
 import functools
 import logging
-import multiprocessing
 import os
 import select
 import signal
@@ -42,6 +41,7 @@ from launcher.distributed.heartbeat import (
 )
 from launcher.distributed.store import ANSWER_S, ignore_store_errors, set_tcp_timeouts
 from launcher.errors import StalledError
+from launcher.os.lifetime import kill_children
 from launcher.os.signals import SAVING, STOPPING, StopSignal, save_means_stop
 from launcher.run_dir.records import stacks_path, write_failure
 from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
@@ -290,9 +290,7 @@ class HangTimer:
             writer = threading.Thread(target=self._write_to_store, args=(record,), daemon=True)
             writer.start()
             writer.join(ANSWER_S)
-        for child in multiprocessing.active_children():
-            # os._exit runs no exit handlers, which would end the loader processes. They ignore SIGTERM.
-            child.kill()
+        kill_children()
         if exit_code > 128 and "WANDB_SWEEP_PARAM_PATH" in os.environ:
             # No failure for wandb's agent: see kill_self_with, whose handlers only the main thread may set.
             os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from launcher.checkpoint.catalog import FOLDER, candidates, step_of
+from launcher.checkpoint.catalog import candidates, step_of
 from launcher.config.messages import directory_override
 from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.heartbeat import stop_notice
@@ -30,6 +30,7 @@ from launcher.launch.worker_process import WorkerSpec, worker_main
 from launcher.os.signals import StopSignal, signals_blocked
 from launcher.os.stdio import write
 from launcher.run_dir.discarding import discards_steps, has_discarded, overrides_to_resume
+from launcher.run_dir.records import CHECKPOINTS
 
 POLL_EVERY_S = 0.05  # a failure is noticed well before ERROR_GRACE_S; each poll reads some rows of memory
 
@@ -162,7 +163,7 @@ class Agent:
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
-        present, resume = candidates(self._run_dir / FOLDER), self._work.config.checkpoint.resume
+        present, resume = candidates(self._run_dir / CHECKPOINTS), self._work.config.checkpoint.resume
         if discards_steps(resume, self._run_dir) and not has_discarded(self._run_dir):
             # The first attempt sets the others aside: they are no progress of this run.
             chosen = Path(resume).resolve()

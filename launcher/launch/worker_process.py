@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import exit_record
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.store import open_store, set_tcp_timeouts
-from launcher.os.lifetime import die_with_parent
+from launcher.os.lifetime import die_with_parent, kill_children
 from launcher.os.signals import DUMP_STACKS_SIGNAL, HANDLED
 from launcher.os.stdio import flush
 from launcher.run_dir.records import stacks_path
@@ -76,9 +75,7 @@ def worker_main(work: WorkerSpec, environ: Mapping[str, str], micro_batch: int |
     else:
         record = exit_record(launch.rank)
     work.heartbeats.exit_records.write(record)
-    for loader in multiprocessing.active_children():
-        # os._exit runs no exit handlers, which would end the loader processes. They ignore SIGTERM.
-        loader.kill()
+    kill_children()
     flush()
     os._exit(record.exit_code)
 

@@ -8,6 +8,7 @@ group (setsid) is the recipe's own. Imports no torch.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -57,6 +58,12 @@ def kill_forks_on_exit() -> None:
             die_with_parent(forking.pop())
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def kill_children() -> None:
+    """Kill the loader processes, before os._exit, which runs no exit handlers. They ignore SIGTERM."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def kill_group(process: int) -> None:

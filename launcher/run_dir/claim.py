@@ -134,8 +134,7 @@ def _finished(config: Config, directory: Path) -> str:
     rule, stopped_early = dataclasses.asdict(config.early_stopping), result.stopped_early
     # Whether it has ended before its last step under the rule that this command gives.
     early = stopped_early is not None and all(stopped_early.get(key) == value for key, value in rule.items())
-    left = steps < config.train.total_steps(result.steps_per_epoch) and not early
-    if left:
+    if not early and steps < config.train.total_steps(result.steps_per_epoch):
         return ""
     metric = "" if result.metric is None else f": {result.metric_name} {result.metric}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps

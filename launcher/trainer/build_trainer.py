@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.checkpoint.run_state import identity_of
 from launcher.config.schema import Config
@@ -23,7 +22,7 @@ from launcher.distributed.preflight import RankInfo
 from launcher.engine.step_timer import PARTS
 from launcher.os.signals import StopSignal
 from launcher.recipe.registry import load_recipe
-from launcher.run_dir.records import logs_of_failure
+from launcher.run_dir.records import CHECKPOINTS, logs_of_failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.gpu import GpuSampler
 from launcher.telemetry.tracker.registry import refuse_unknown
@@ -87,7 +86,7 @@ def _build_checkpointer(context: TrainContext) -> Checkpointer:
     config, stepper = context.config, context.stepper
     num_samples = 0 if isinstance(context.data.train, IterableData) else context.plan.num_samples
     identity = identity_of(config, stepper.model, num_samples)
-    folder = Path(config.run.dir) / FOLDER
+    folder = Path(config.run.dir) / CHECKPOINTS
     return Checkpointer(folder, config.checkpoint.keep, context.env, stepper, context.ema, identity)
 
 

@@ -160,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append({"model": model, "ranks": ranks, "seconds_per_sample": times})
                 figures += figures_of(model, ranks, times)
                 print(text_table(figures), flush=True)
-    write(arguments.json, "ranks of unlike speed", repeats, rows, figures)
+                # After each of them: an interrupted run loses none.
+                write(arguments.json, "ranks of unlike speed", repeats, rows, figures)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.manifest import verify
 from launcher.checkpoint.storage import DAMAGED
+from launcher.run_dir.records import CHECKPOINTS
 from launcher.telemetry.event_log import read_events
 
 MARK = "LAUNCHER_SOAK"  # the environment variable that marks every process of a run
@@ -45,7 +45,7 @@ def problems_of_run(run_dir: Path, expected: Expected, damaged: Collection[str])
     return [
         *problems_of_result(run_dir, expected),
         *problems_of_events(run_dir, expected),
-        *problems_of_checkpoints(run_dir / FOLDER, damaged, expected.steps),
+        *problems_of_checkpoints(run_dir / CHECKPOINTS, damaged, expected.steps),
         *(f"{path.name} was left in the run's directory" for path in sorted(run_dir.glob(TEMPORARY))),
     ]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from launcher.checkpoint.catalog import FOLDER
 from launcher.run_dir.atomic import write_text
+from launcher.run_dir.records import CHECKPOINTS
 from scripts.soaking.run import (
     HANG_TIMEOUT_S,
     PREEMPTED,
@@ -65,7 +65,7 @@ def kill_worker_twice(run: Run, random: Random) -> float:
 def kill_in_a_save(run: Run, random: Random) -> float:
     """Kill the leader as soon as an unfinished checkpoint exists."""
     leader = run.all_workers()[0]
-    folder = run.run_dir / FOLDER
+    folder = run.run_dir / CHECKPOINTS
     deadline = time.monotonic() + 30
     while not any(name.startswith(".unfinished-") for name in os.listdir(folder)):
         if time.monotonic() > deadline:
@@ -176,7 +176,7 @@ def damage_newest(run: Run, random: Random) -> float:
 
     The leader is suspended first, so that the damaged checkpoint remains the newest.
     """
-    folder = run.run_dir / FOLDER
+    folder = run.run_dir / CHECKPOINTS
     run.until(lambda: len(list(folder.glob("step-*"))) >= 2, "two checkpoints exist")
     workers = run.all_workers()
     run.signal(workers[0], signal.SIGSTOP)
@@ -216,7 +216,7 @@ def damage(file: Path, random: Random) -> None:
 def fill_disk(run: Run, random: Random) -> float:
     """Fill the disk until the run warns: it must continue, and save again later."""
     workers = run.all_workers()
-    filler = run.run_dir / FOLDER / FILLER
+    filler = run.run_dir / CHECKPOINTS / FILLER
     hurt_s, run.hurt = time.time(), True
     try:
         _fill(filler)

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
-from launcher.checkpoint.catalog import FOLDER
+from launcher.run_dir.records import CHECKPOINTS
 from scripts.bench.machine import machine
 from scripts.soaking.checks import Expected, expected_of, problems_of_run
 from scripts.soaking.faults import AT_THE_END, FAULTS, QUICK, fill_disk, limit_files
@@ -160,7 +160,7 @@ def one_round(
     mark = f"{os.getpid()}-{tally.rounds}"
     began = time.monotonic()
     with (
-        small_disk(directory / "run" / FOLDER, wanted="a full disk" in faults),
+        small_disk(directory / "run" / CHECKPOINTS, wanted="a full disk" in faults),
         Run(plan, directory, mark, ROUND_LIMIT_S) as run,
     ):
         pauses = QUICK_PAUSE_S if options.quick else PAUSE_S

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launcher.checkpoint.catalog import FOLDER
+from launcher.run_dir.records import CHECKPOINTS
 from scripts.soaking.checks import MARK, alive_with, described
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +204,7 @@ class Run:
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint; 0 without one."""
-        names = (path.name for path in (self.run_dir / FOLDER).glob("step-*"))
+        names = (path.name for path in (self.run_dir / CHECKPOINTS).glob("step-*"))
         return max((int(name[5:]) for name in names), default=0)
 
     def status(self) -> dict[str, Any]:

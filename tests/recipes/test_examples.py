@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from launcher.checkpoint.catalog import FOLDER
 from launcher.config.groups import recipes_dir
 from launcher.recipe import registry_of
+from launcher.run_dir.records import CHECKPOINTS
 from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 
@@ -93,7 +93,7 @@ def test_the_weights_of_several_losses_are_learned(tmp_path: Path) -> None:
     last = train("learned_weights", tmp_path, "train.epochs=3")
     assert last["accuracy"] > 0.8
     assert last["ink_error"] < 0.5
-    (newest,) = list((tmp_path / "run" / FOLDER).glob("*/weights*.safetensors"))[-1:]
+    (newest,) = list((tmp_path / "run" / CHECKPOINTS).glob("*/weights*.safetensors"))[-1:]
     learned = load_file(newest)["log_variances"]
     assert (learned.abs() > 1e-2).all(), "they start at 0"
 
@@ -104,7 +104,7 @@ def test_a_frozen_trunk_stays_as_it_was_loaded(tmp_path: Path) -> None:
     trunk = registry_of(None).models["cnn"](10, 1, 8, 8).state_dict()
     save_file(trunk, tmp_path / "trunk.safetensors")
     train("frozen_trunk", tmp_path, "train.max_steps=5")
-    (newest,) = list((tmp_path / "run" / FOLDER).glob("*/weights*.safetensors"))[-1:]
+    (newest,) = list((tmp_path / "run" / CHECKPOINTS).glob("*/weights*.safetensors"))[-1:]
     found = load_file(newest)
     for name in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
         assert torch.equal(found[name].half(), trunk[name].half())
