@@ -16,6 +16,7 @@ import itertools
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ FOUND_STEP, WARM_STEP = 20, 3  # from where on steps are counted
 TURNS, TURN_S = 3, 0.003  # a slow rank runs in one of three turns
 PROMISED = 1 / 0.92  # the sum of what the ranks do alone, over what they do together
 LIMIT_S = 300
-STEPS = 5  # that are counted
+STEPS = 9  # that are counted: a machine of others may slow some of them
 QUICK_BATCH = 16
 Run = tuple[int, Sequence[int]]  # its batch size, and the ranks of which the slow ones are above 0
 
@@ -65,7 +66,7 @@ def started(
 
 
 def samples_per_s(folder: Path, words: Sequence[str], runs: Sequence[Run], first: int, steps: int) -> float:
-    """Of all these runs together, which train at the same time, over `steps` steps after `first`."""
+    """Of all these runs, which train at the same time, by the median of `steps` steps after `first`."""
     found = [started(folder, words, batch_size, ranks, first + steps) for batch_size, ranks in runs]
     processes = [process for _, of_run in found for process in of_run]
     ranks = [rank for _, of_run in runs for rank in of_run]
@@ -76,7 +77,8 @@ def samples_per_s(folder: Path, words: Sequence[str], runs: Sequence[Run], first
     for (batch_size, _), (run_dir, _) in zip(runs, found, strict=True):
         events = read_events(run_dir / "metrics.jsonl")
         ends = {event["step"]: event["time"] for event in events if event["event"] == "step"}
-        total += steps * batch_size / (ends[first + steps] - ends[first])
+        step_s = [ends[step] - ends[step - 1] for step in range(first + 1, first + steps + 1)]
+        total += batch_size / statistics.median(step_s)
     return total
 
 
