@@ -222,7 +222,7 @@ def _steps(model: Model) -> Rows:
 
 def _wires(models: Sequence[Model]) -> Rows:
     yield (
-        f"sharded step over one with all-reduce, {MANY} ranks",
+        f"time of a sharded step over that of an all-reduced one, {MANY} ranks",
         "ranks per card",
         *(f"{model.name}, `ddp.shard_optimizer=true`" for model in models),
     )

@@ -166,7 +166,7 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: Identity
         found = replace(found, snapshot=snapshot)
     with raise_on_all_ranks(env):
         if env.is_rank0:  # one process must rename
-            _set_aside_replaced(directory, found)
+            found = _set_aside_replaced(directory, found)
             if discards_steps(resume_from, directory.parent):
                 with failing_as_storage_error(
                     f"{directory.parent} cannot be written to", "Make it writable."
@@ -210,11 +210,11 @@ def _explicit(path: Path) -> ResumeChoice:
     return ResumeChoice(None)
 
 
-def _set_aside_replaced(directory: Path, resumed: ResumeChoice) -> None:
+def _set_aside_replaced(directory: Path, resumed: ResumeChoice) -> ResumeChoice:
     """Rename checkpoints of later steps than the resumed one, or all on a fresh start, to `replaced-...`.
 
     Otherwise the run could later resume from steps that it has discarded. The resumed one gets its usual name
-    again if it had been set aside itself. Raises StorageError.
+    again if it had been set aside itself. Returns it with the path that it now has. Raises StorageError.
     """
     present, chosen = candidates(directory), resumed.path
     step = 0 if resumed.snapshot is None else resumed.snapshot.progress.step
@@ -224,5 +224,6 @@ def _set_aside_replaced(directory: Path, resumed: ResumeChoice) -> None:
         for path in present:
             if step_of(path) >= step and (own is None or path.name != own.name):
                 quarantine(path, REPLACED)
-        if own is not None and own.name != step_name(step):
-            own.rename(directory / step_name(step))
+        if own is not None:
+            resumed = replace(resumed, path=own.rename(directory / step_name(step)))
+    return resumed

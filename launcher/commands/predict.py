@@ -47,10 +47,8 @@ def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
         weights = weights_of(
             directory, "--best" in arguments.flags, "--no-ema" not in arguments.flags
         ).tensors
-    elif arguments.flags:
-        raise ConfigError(
-            f"{directory} is an export, not a run: --best and --no-ema choose among checkpoints."
-        )
+    elif {"--best", "--no-ema"} & arguments.flags.keys():
+        raise ConfigError(f"{directory} is an export: --best and --no-ema choose among a run's checkpoints.")
     else:
         weights = load_file(folder / "model.safetensors")
     predictor = Predictor(

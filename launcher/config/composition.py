@@ -36,10 +36,8 @@ HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this versi
 PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume", "data.cache", "model.init_from")
 MAY_BE_ABSENT = ("data.cache", "model.init_from")
 WARMUP = "schedule.warmup_fraction"
-WORDS = {
-    "checkpoint.resume": ("auto", "never"),
-    "data.cache": ("auto", "none"),
-}  # accepted in place of a path
+# Accepted in place of a path.
+WORDS = {"checkpoint.resume": ("auto", "never"), "data.cache": ("auto", "none")}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Tree = dict[str, Any]
 

@@ -341,7 +341,9 @@ def test_a_chosen_checkpoint_of_any_name_is_resumed_and_the_later_ones_are_renam
     directory = tmp_path / "checkpoints"
     publish_steps(directory, 1, 2)
     (directory / "step-00000001").rename(directory / "good")
-    assert same(resume(ALONE, directory, str(directory / "good"), IDENTITY).snapshot, snapshot(1))
+    found = resume(ALONE, directory, str(directory / "good"), IDENTITY)
+    assert same(found.snapshot, snapshot(1))
+    assert found.path == directory / "step-00000001", "where it is now"
     assert sorted(path.name for path in directory.iterdir()) == ["replaced-step-00000002", "step-00000001"]
 
 
