@@ -61,7 +61,7 @@ def next_token_loss(network: nn.Module, batch: Batch, label_smoothing: float = 0
     return Loss(class_loss(logits.flatten(0, 1), targets, label_smoothing), targets.numel())
 
 
-def sample(text: TextSet, network: nn.Module, position: Any) -> dict[str, str]:
+def sample(text: TextSet, network: nn.Module, index: Any) -> dict[str, str]:
     """A text that the model writes, beginning as the held-out part does."""
     first = text.validation.columns["tokens"][:1, :1].long()  # [1, 1]
     tokens = continued(network, first, text.block_size, text.sample_tokens)

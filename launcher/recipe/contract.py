@@ -29,9 +29,9 @@ from launcher.metrics.metric import shape_text
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
 # Columns in memory, a map-style data set of torch or Hugging Face, or a stream.
 Source = TensorData | Indexed | Iterable[Any]
-# (model, position) -> texts, numbers and pictures by name, for the console, metrics.jsonl and the tracker.
+# (model, index) -> texts, numbers and pictures by name, for the console, metrics.jsonl and the tracker.
 # Called on rank 0 alone: it must not communicate, and only read the model, which is in evaluation mode.
-# `position.epoch` counts from 0, `position.step` from 1.
+# `index.epoch` counts from 0, `index.global_step` from 1.
 AfterEvaluation = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 

@@ -27,29 +27,29 @@ from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial, guarding
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 MAX_STEM = 50  # characters, of up to 4 bytes: a file name has room for 255, with the step
 
 
-def show(context: TrainContext, position: Position) -> None:
+def show(context: TrainContext, index: StepIndex) -> None:
     """Report what the recipe's function returns, which rank 0 calls while the others wait.
 
     Does nothing without one. A collective; raises on all ranks alike.
     """
     if context.recipe.on_eval_end is not None:
-        call = partial(_call_and_report, context, position)
+        call = partial(_call_and_report, context, index)
         _call_while_others_wait(context, call, "evaluation", "adding up the evaluation")
 
 
 def sanity_check(context: TrainContext, step: int) -> None:
     """Call the recipe's function before the first step, which comes after `step`, for its mistakes alone.
 
-    It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.
+    It gets the index of the next evaluation; nothing is reported or written. A collective, as `show`.
     """
     if context.recipe.on_eval_end is not None and context.data.validation:
-        position = context.length.position_of(context.length.next_evaluation(step))
-        call = partial(_call_and_report, context, position, is_trial=True)
+        index = context.length.index_of(context.length.next_evaluation(step))
+        call = partial(_call_and_report, context, index, is_trial=True)
         with found_in_trial("on_eval_end"):
             _call_while_others_wait(context, call, "trying the evaluation", "comparing the trials")
 
@@ -74,9 +74,9 @@ def _call_while_others_wait(
     from_rank0(env, timed)
 
 
-def _call_and_report(context: TrainContext, position: Position, is_trial: bool = False) -> bytes:
+def _call_and_report(context: TrainContext, index: StepIndex, is_trial: bool = False) -> bytes:
     """Call the function, sort what it returns, and report it, unless `is_trial`. Runs on rank 0."""
-    found, step, epoch = _call(context, position), position.step, position.epoch
+    found, step, epoch = _call(context, index), index.global_step, index.epoch
     with guarding("what the recipe's on_eval_end returned", context.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
         if not is_trial:
@@ -87,14 +87,14 @@ def _call_and_report(context: TrainContext, position: Position, is_trial: bool =
     return b""  # from_rank0 sends bytes; only an error matters to the other ranks
 
 
-def _call(context: TrainContext, position: Position) -> object:
+def _call(context: TrainContext, index: StepIndex) -> object:
     """What the function returns. The other ranks wait for as long as it takes.
 
     Raises ConfigError where it has changed weights.
     """
     assert context.recipe.on_eval_end is not None
     # By the step, so that a resumed run shows the same.
-    seed_all(derive_seed(context.config.seed, position.step, "after_evaluation"), context.env.device)
+    seed_all(derive_seed(context.config.seed, index.global_step, "after_evaluation"), context.env.device)
     with (
         evaluating(context.model),
         unchanged(context.model),
@@ -102,7 +102,7 @@ def _call(context: TrainContext, position: Position) -> object:
         context.stepper.forward(),
     ):
         before = _versions(context.model)
-        found = context.recipe.on_eval_end(context.model, position)
+        found = context.recipe.on_eval_end(context.model, index)
         if _versions(context.model) != before:
             raise ConfigError(
                 "the recipe's on_eval_end has changed weights of the model, on rank 0 alone. It may only "

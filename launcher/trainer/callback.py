@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from launcher.engine import StepReport, StepResult
 from launcher.run_dir.result import Result
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 
 Arguments = ParamSpec("Arguments")
 
@@ -43,31 +43,31 @@ class Callback:
     def on_train_start(self, step: int) -> None:
         """Called before the first step of this process, which comes after `step`."""
 
-    def on_step_start(self, position: Position) -> None:
+    def on_step_start(self, index: StepIndex) -> None:
         """Called before a step. The flags that a rank sets here are sent with the totals of the step."""
 
-    def on_step_launched(self, position: Position, result: StepResult) -> None:
+    def on_step_launched(self, index: StepIndex, result: StepResult) -> None:
         """Called once the step is in the queue of the device; its result has not been read."""
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         """Called with the metrics of each step in order, on a GPU one step late."""
 
     def on_flush(self) -> None:
         """Called before an evaluation and at the end, when all steps have been read."""
 
-    def on_eval_start(self, position: Position) -> None:
+    def on_eval_start(self, index: StepIndex) -> None:
         """Called before an evaluation, when all steps have been read."""
 
-    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
+    def on_eval_end(self, index: StepIndex, measured: EvalOutcome) -> None:
         """Called after an evaluation, whose values are equal on all ranks."""
 
-    def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
+    def on_train_end(self, index: StepIndex, measured: EvalOutcome) -> None:
         """Called after the last evaluation, before `on_step_end`, which saves the run for the last time.
 
         So that what a callback computes at the end is in that checkpoint.
         """
 
-    def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
+    def on_step_end(self, index: StepIndex, measured: EvalOutcome | None) -> None:
         """Called after everything else of a step; `measured` is None where nothing was evaluated."""
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
-from launcher.trainer.progress import EvalOutcome, Position, StepFlag
+from launcher.trainer.progress import EvalOutcome, StepIndex, StepFlag
 
 HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
@@ -43,7 +43,7 @@ class EvaluationLoop:
         self._context = context
         self.recipe, self.model, self.data = context.recipe, context.model, context.data.validation
 
-    def run(self, position: Position) -> EvalOutcome | None:
+    def run(self, index: StepIndex) -> EvalOutcome | None:
         """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop.
 
         A run without sets has only its end to report.
@@ -51,17 +51,17 @@ class EvaluationLoop:
         if StepFlag.STOP in self._context.flags:
             return None
         if not self.data:
-            return EvalOutcome() if self._context.length.is_last_step(position.step) else None
+            return EvalOutcome() if self._context.length.is_last_step(index.global_step) else None
         # First: a run that has diverged ends here and is not evaluated.
         self._context.step_reader.flush_all()
-        self._context.callbacks.on_eval_start(position)
+        self._context.callbacks.on_eval_start(index)
         self._context.stepper.average_buffers()
         if (average := self._context.ema) is not None:
             average.flush()
         try:
             with nullcontext() if average is None else average.in_model():
-                self.latest = {name: self._evaluate(name, position) for name in self.data}
-                after_evaluation.show(self._context, position)
+                self.latest = {name: self._evaluate(name, index) for name in self.data}
+                after_evaluation.show(self._context, index)
         except EvaluationStopped:
             self._context.flags.add(StepFlag.STOP)
             return None
@@ -71,11 +71,11 @@ class EvaluationLoop:
         # A NaN val_loss ends the run elsewhere.
         if compared.name != "val_loss" and math.isnan(compared.value):
             self._context.telemetry.warn(
-                f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
+                f"{compared.name}, by which runs are compared, is NaN at step {index.global_step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with monitor."
             )
         loss = next(iter(self.latest.values())).loss
-        return EvalOutcome(compared, self.is_best(compared, position.step), loss, self.latest)
+        return EvalOutcome(compared, self.is_best(compared, index.global_step), loss, self.latest)
 
     def is_best(self, metric: MonitoredMetric, step: int) -> bool:
         """Record an evaluation's metric after `step`. A value that is not a number is never the best."""
@@ -146,7 +146,7 @@ class EvaluationLoop:
         plan = self._context.plan
         return plan.micro_batch or max(1, plan.batch_size // plan.world_size)
 
-    def _evaluate(self, name: str, position: Position) -> Evaluation:
+    def _evaluate(self, name: str, index: StepIndex) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
         of_set, data = self._pass(name, "evaluation", "adding up the evaluation"), self.data[name]
@@ -160,8 +160,8 @@ class EvaluationLoop:
         higher_is_better = found.higher_is_better | HIGHER_IS_BETTER
         self._context.telemetry.emit(
             EvalEvent(
-                position.step,
-                epoch=position.epoch,
+                index.global_step,
+                epoch=index.epoch,
                 set=None if name == ONLY_SET else name,
                 val_loss=found.loss,
                 metrics={**found.metrics, **self._context.train_metrics},

@@ -14,12 +14,12 @@ from launcher.engine import StepReport
 from launcher.evaluation.evaluate import Evaluation
 
 
-class Position(NamedTuple):
-    """One step of a run. `step` counts from 1 and includes skipped steps; the others count from 0."""
+class StepIndex(NamedTuple):
+    """One step of a run. `global_step` counts from 1 and includes skipped steps; the others count from 0."""
 
     epoch: int
-    step_of_epoch: int
-    step: int
+    batch_idx: int
+    global_step: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class TrainLength:
         total = train.total_steps(steps_per_epoch)
         return cls(steps_per_epoch, total, train.eval_every_epochs, train.eval_every_steps)
 
-    def position_of(self, step: int) -> Position:
-        """The position of step `step`, at least 1."""
-        return Position(*divmod(step - 1, self.steps_per_epoch), step)
+    def index_of(self, step: int) -> StepIndex:
+        """The index of step `step`, at least 1."""
+        return StepIndex(*divmod(step - 1, self.steps_per_epoch), step)
 
     def is_last_step(self, step: int) -> bool:
         return step == self.total_steps
@@ -92,10 +92,10 @@ class StepFlag(IntEnum):
     MISSING_SAMPLES = 5  # how many samples ranks lack of their shares, where a stream ends
 
 
-def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
+def samples_of(plan: BatchPlan, index: StepIndex, report: StepReport) -> int:
     """How many samples of the data set the step trained on, over all ranks.
 
     Not `report.count`, which a loss may give in tokens, pixels or weights.
     """
     left_out = report.votes[StepFlag.BAD_SAMPLES] + report.votes[StepFlag.MISSING_SAMPLES]
-    return plan.samples_of(position.step_of_epoch) - int(left_out)
+    return plan.samples_of(index.batch_idx) - int(left_out)

@@ -15,7 +15,7 @@ from launcher.engine import StepResult
 from launcher.engine.step_timer import PARTS
 from launcher.telemetry import Telemetry
 from launcher.trainer.callback import CallbackList, StepMetrics
-from launcher.trainer.progress import Position, StepFlag, samples_of
+from launcher.trainer.progress import StepIndex, StepFlag, samples_of
 
 log = logging.getLogger("launcher")
 
@@ -37,16 +37,16 @@ class StepReader:
         self._plan = plan
         self._telemetry = telemetry
         self._flags = flags
-        self._waiting: tuple[Position, StepResult, float] | None = None
+        self._waiting: tuple[StepIndex, StepResult, float] | None = None
         self._is_first = True
         self._first_step_done = first_step_done  # all ranks have started and compiled
         self._previous = time.perf_counter()  # when the step before ended
 
-    def push(self, position: Position, result: StepResult) -> None:
+    def push(self, index: StepIndex, result: StepResult) -> None:
         """Pass on the step before, and keep this one. The first one of a process is passed on at once."""
         self.flush()
         now = time.perf_counter()
-        self._waiting = (position, result, now - self._previous)
+        self._waiting = (index, result, now - self._previous)
         self._previous = now
         if self._is_first or not self._reads_late:
             self.flush()
@@ -58,16 +58,16 @@ class StepReader:
         """Pass on the last step; waits for the device."""
         if self._waiting is None:
             return
-        (position, result, seconds), self._waiting = self._waiting, None
+        (index, result, seconds), self._waiting = self._waiting, None
         report = result.read()
         if any(report.votes):
             self._flags.update(flag for flag in StepFlag if report.votes[flag])
-        self._telemetry.on_step(position.epoch, position.step)
+        self._telemetry.on_step(index.epoch, index.global_step)
         if log.isEnabledFor(logging.DEBUG):
             spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
-            log.debug("step %d: %.2f ms: %s", position.step, 1e3 * seconds, spans)
-        metrics = StepMetrics(report, samples_of(self._plan, position, report), seconds)
-        self._callbacks.on_step_metrics(position, metrics)
+            log.debug("step %d: %.2f ms: %s", index.global_step, 1e3 * seconds, spans)
+        metrics = StepMetrics(report, samples_of(self._plan, index, report), seconds)
+        self._callbacks.on_step_metrics(index, metrics)
 
     def flush_all(self) -> None:
         """Pass on the last step too, and log what is left. Before an evaluation and at the end."""

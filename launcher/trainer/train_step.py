@@ -13,7 +13,7 @@ from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.model_mistakes import unregistered_parameters
 from launcher.trainer.out_of_memory import prepare_to_abandon
-from launcher.trainer.progress import Position, StepFlag, samples_of
+from launcher.trainer.progress import StepIndex, StepFlag, samples_of
 
 
 class TrainStep:
@@ -25,14 +25,14 @@ class TrainStep:
         # The first loss is checked for parameters that the model does not hold.
         self._checked_unregistered = False
 
-    def run(self, position: Position) -> StepResult:
+    def run(self, index: StepIndex) -> StepResult:
         """Runs one training step: forward and backward of this rank's micro-batches, then the update."""
         if self.context.oom_message:
             # A rank that ran out of memory also abandons the next step: the others have launched that before
             # they read this one.
             return self.stepper.abandon()
         try:
-            stream_exhausted = self._accumulate_gradients(position)
+            stream_exhausted = self._accumulate_gradients(index)
             if self.context.should_stop():
                 # Sent with the totals of this step, after which all ranks stop.
                 self.stepper.vote(StepFlag.STOP)
@@ -42,23 +42,23 @@ class TrainStep:
                 raise
             return self.stepper.abandon()
         if stream_exhausted:
-            self._restart_stream(position, result)
+            self._restart_stream(index, result)
         return result
 
-    def _restart_stream(self, position: Position, result: StepResult) -> None:
+    def _restart_stream(self, index: StepIndex, result: StepResult) -> None:
         """Begin the next pass over a stream if no rank has anything left of this one."""
         report, plan = result.read(), self.context.plan  # read at once: before the next step needs a batch
         if report.votes[StepFlag.STREAM_END] < plan.world_size:
             return
-        if not samples_of(plan, position, report):
+        if not samples_of(plan, index, report):
             raise DataError("the training stream is empty: a whole pass over it gave no samples.")
         self.context.batches.restart_epoch()
 
-    def _accumulate_gradients(self, position: Position) -> bool:
+    def _accumulate_gradients(self, index: StepIndex) -> bool:
         """Run all passes of a step. Returns whether this rank has nothing left of the stream."""
         batches, plan = self.context.batches, self.context.plan
         self.stepper.clock.restart()
-        micro_batches = batches.step(position.epoch, position.step_of_epoch)
+        micro_batches = batches.step(index.epoch, index.batch_idx)
         self.stepper.clock.mark(DATA)
         if bad := batches.latest_bad():
             self.stepper.vote(StepFlag.BAD_SAMPLES, bad)
@@ -67,7 +67,7 @@ class TrainStep:
         if stream_exhausted := batches.exhausted():
             self.stepper.vote(StepFlag.STREAM_END)
         for number, batch in enumerate(micro_batches):
-            seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
+            seed_compute(plan.seed, index.global_step, plan.rank, number, self.stepper.device)
             self.context.train_accuracy.count(self.forward_backward(batch), batch)
         return stream_exhausted
 

@@ -12,7 +12,7 @@ from launcher.trainer import results
 from launcher.trainer.context import TrainContext
 from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.out_of_memory import shortage_explained
-from launcher.trainer.progress import EvalOutcome, Position, ResumePoint
+from launcher.trainer.progress import EvalOutcome, StepIndex, ResumePoint
 from launcher.trainer.train_step import TrainStep
 
 
@@ -51,28 +51,28 @@ class Trainer:
         self.callbacks.on_train_start(self.start.step)
         step = self.start.step
         if self.start.evaluation_pending:  # of the step after which the checkpoint was taken
-            position = self.length.position_of(step)
-            self._end_step(position, self.evaluation.run(position))
+            index = self.length.index_of(step)
+            self._end_step(index, self.evaluation.run(index))
         self.step_reader.restart_timer()
         while step < self.length.total_steps and not self.callbacks.stop_reason:
             step += 1
-            position = self.length.position_of(step)
+            index = self.length.index_of(step)
             self.context.heartbeat.beat("data", step)
-            self.callbacks.on_step_start(position)  # flags set here are sent with the totals of this step
-            result = self.train_step.run(position)
+            self.callbacks.on_step_start(index)  # flags set here are sent with the totals of this step
+            result = self.train_step.run(index)
             # First what adds work to the device's queue, and then the wait for the step before.
-            self.callbacks.on_step_launched(position, result)
-            self.step_reader.push(position, result)  # calls on_step_metrics, on a GPU one step late
-            outcome = self.evaluation.run(position) if self.length.should_evaluate(step) else None
-            self._end_step(position, outcome)
+            self.callbacks.on_step_launched(index, result)
+            self.step_reader.push(index, result)  # calls on_step_metrics, on a GPU one step late
+            outcome = self.evaluation.run(index) if self.length.should_evaluate(step) else None
+            self._end_step(index, outcome)
         return step
 
-    def _end_step(self, position: Position, outcome: EvalOutcome | None) -> None:
+    def _end_step(self, index: StepIndex, outcome: EvalOutcome | None) -> None:
         """Call the hooks after a step: `outcome` is that of its evaluation, None where there was none."""
         if outcome is not None:
-            self.callbacks.on_eval_end(position, outcome)
-            if self.length.is_last_step(position.step) or self.callbacks.stop_reason:
+            self.callbacks.on_eval_end(index, outcome)
+            if self.length.is_last_step(index.global_step) or self.callbacks.stop_reason:
                 outcome = replace(outcome, is_last=True)
                 self.step_reader.flush_all()
-                self.callbacks.on_train_end(position, outcome)
-        self.callbacks.on_step_end(position, outcome)
+                self.callbacks.on_train_end(index, outcome)
+        self.callbacks.on_step_end(index, outcome)

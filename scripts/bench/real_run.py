@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.engine import StepResult
 from launcher.os.lifetime import ENDS_WITH_STARTER
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.train_step import TrainStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +45,8 @@ def call_before_each_step(call: Callable[[], None]) -> None:
     """Not by a function of the recipe: a transform, say, costs the launcher what the other side lacks."""
     run = TrainStep.run
 
-    def called(task: TrainStep, position: Position) -> StepResult:
+    def called(task: TrainStep, index: StepIndex) -> StepResult:
         call()
-        return run(task, position)
+        return run(task, index)
 
     TrainStep.run = called  # type: ignore[method-assign]

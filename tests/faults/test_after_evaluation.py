@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
 
-def after_evaluation(model, position):
+def after_evaluation(model, index):
     assert not model.training and not torch.is_grad_enabled()
     logits = model(torch.ones(2, 4))
     random.random(), torch.rand(3)
@@ -34,7 +34,7 @@ def after_evaluation(model, position):
             Pictures.new("L", (9, 9)).save(file, format)
     pass  # SHOWN
     return {
-        "a sample": f"<{position.step}>",
+        "a sample": f"<{index.global_step}>",
         "width": logits.shape[1],
         "drawn": torch.rand(()),
         "a/figure": Figure(),
@@ -135,7 +135,7 @@ def test_an_exception_is_one_message(tmp_path: Path) -> None:
     ("line", "when"),
     [
         ("model[0].weight.mul_(2)", "tried"),
-        pytest.param("if position.step == 6: model[0].weight.mul_(2)", "called", marks=pytest.mark.slow),
+        pytest.param("if index.global_step == 6: model[0].weight.mul_(2)", "called", marks=pytest.mark.slow),
     ],
 )
 def test_changed_weights_are_an_error(tmp_path: Path, line, when) -> None:
@@ -145,8 +145,8 @@ def test_changed_weights_are_an_error(tmp_path: Path, line, when) -> None:
     assert bool(ended.events("step")) == (when == "called")
 
 
-def test_before_the_first_step_it_gets_the_position_of_the_first_evaluation(tmp_path: Path) -> None:
-    ended = run_recipe(tmp_path, shown='raise ValueError(f"at {position.step}")', ranks=1)
+def test_before_the_first_step_it_gets_the_index_of_the_first_evaluation(tmp_path: Path) -> None:
+    ended = run_recipe(tmp_path, shown='raise ValueError(f"at {index.global_step}")', ranks=1)
     assert "ValueError: at 3" in ended.result["error"], ended
 
 

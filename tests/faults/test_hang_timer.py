@@ -90,7 +90,7 @@ RANK = int(os.environ.get("RANK", "0"))
 def build():
     return torch.nn.Linear(4, 2)
 
-def plot(model, position):
+def plot(model, index):
     time.sleep(AFTER_S)
     return {}
 

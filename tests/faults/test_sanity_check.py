@@ -18,7 +18,7 @@ from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
 def loss(network, batch):
     return cross_entropy(network, batch, inputs="x")
 
-def after(model, position):
+def after(model, index):
     pass  # HOOK
     return {}
 

@@ -15,7 +15,7 @@ from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
 from launcher.engine.params.flat_buffers import Shard
 from launcher.trainer.diagnostics.exponents import count_exponents
 from launcher.trainer.diagnostics.nonfinite import diagnose
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_road import profiled, resnet_steps
 from tests.configs import composed
@@ -135,11 +135,11 @@ def test_exponents_are_counted_as_on_a_cpu_and_nobody_waits(device) -> None:
     }
     there = {str(dtype): gradient.to(device) for dtype, gradient in gradients.items()}
     here = {str(dtype): gradient for dtype, gradient in gradients.items()}
-    position = Position(0, 0, 1)
-    count_exponents(there).read(position, 1024.0)
+    index = StepIndex(0, 0, 1)
+    count_exponents(there).read(index, 1024.0)
     with no_synchronisation(device):
         counts = count_exponents(there)
-    found, wanted = counts.read(position, 1024.0), count_exponents(here).read(position, 1024.0)
+    found, wanted = counts.read(index, 1024.0), count_exponents(here).read(index, 1024.0)
     assert (found.histogram, found.layers) == (wanted.histogram, wanted.layers)
 
 

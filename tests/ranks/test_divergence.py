@@ -15,7 +15,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
 from launcher.trainer.diagnostics.nonfinite_inspector import NonFiniteInspector
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
@@ -55,7 +55,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool) -> tuple[str, b
     recipe = SimpleNamespace(loss=loss)
     context = SimpleNamespace(stepper=stepper, env=env, recipe=recipe, batches=batches)
     text = NonFiniteInspector(cast(Any, context)).explain(
-        Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), True
+        StepIndex(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), True
     )
     return text, state_digest(stepper) == before
 

@@ -26,7 +26,7 @@ from launcher.trainer import build_callbacks, results
 from launcher.trainer import callbacks as folder
 from launcher.trainer.callback import Callback, CallbackList
 from launcher.trainer.callbacks.early_stopping import EarlyStopping, PatienceState
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.trainer import Trainer
 from tests.configs import composed
 from tests.forked import launch_forked
@@ -239,7 +239,7 @@ class Hooked(Callback):
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def on_step_start(self, position: Position) -> None:
+    def on_step_start(self, index: StepIndex) -> None:
         self.called.append("start")
 
     def on_flush(self) -> None:
@@ -249,9 +249,9 @@ class Hooked(Callback):
 def test_only_overridden_hooks_are_called() -> None:
     first = Hooked()
     callbacks = CallbackList([Counting(), first])
-    callbacks.on_step_start(Position(0, 0, 1))
+    callbacks.on_step_start(StepIndex(0, 0, 1))
     callbacks.on_flush()
-    callbacks.on_step_end(Position(0, 0, 1), None)
+    callbacks.on_step_end(StepIndex(0, 0, 1), None)
     assert first.called == ["start", "flush"]
 
 
@@ -288,7 +288,7 @@ def test_callbacks_have_no_other_methods_than_the_hooks() -> None:
 
 
 def test_a_misspelt_hook_is_found() -> None:
-    mine = type("Mine", (Callback,), {"on_step_ends": lambda self, position: None})
+    mine = type("Mine", (Callback,), {"on_step_ends": lambda self, index: None})
     assert mistakes_of(mine) == ["Mine.on_step_ends overrides nothing"]
     mine = type("Mine", (Callback,), {"on_flush": lambda self, seconds: None})
     assert mistakes_of(mine) == ["Mine.on_flush takes ('self', 'seconds'): as a hook it takes ('self',)"]

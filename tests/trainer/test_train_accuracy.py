@@ -17,7 +17,7 @@ from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.train_accuracy import TrainAccuracy
 from tests.forked import launch_forked
 from tests.telemetry.made import made
@@ -85,7 +85,7 @@ def metrics_alone() -> TrainingMetrics:
 
 def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:
     """What an evaluation now says of training."""
-    metrics.on_eval_start(Position(0, 0, 1))
+    metrics.on_eval_start(StepIndex(0, 0, 1))
     return metrics._context.train_metrics
 
 

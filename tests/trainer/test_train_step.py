@@ -18,7 +18,7 @@ from launcher.data.sources import training_batches, wrap_dataset
 from launcher.engine import SGD, EngineWarning, Policy, Stepper
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss
-from launcher.trainer.progress import Position, samples_of
+from launcher.trainer.progress import StepIndex, samples_of
 from launcher.trainer.train_step import TrainStep
 from tests.models import features, loss_sum, mlp
 
@@ -104,9 +104,9 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
         should_stop=lambda: False,
     )
     task = TrainStep(context)
-    positions = [Position(0, step, step + 1) for step in range(steps)]
-    reports = [task.run(position).read() for position in positions]
+    indices = [StepIndex(0, step, step + 1) for step in range(steps)]
+    reports = [task.run(index).read() for index in indices]
     return [
         (samples_of(plan, each, report), report.count)
-        for each, report in zip(positions, reports, strict=True)
+        for each, report in zip(indices, reports, strict=True)
     ]

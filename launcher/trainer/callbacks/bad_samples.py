@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.errors import counted
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position, StepFlag
+from launcher.trainer.progress import StepIndex, StepFlag
 
 
 class BadSampleLimit(Callback):
@@ -17,14 +17,14 @@ class BadSampleLimit(Callback):
         self._context = context
         self._epoch = self._bad = 0
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         report = metrics.report
         if bad := int(report.votes[StepFlag.BAD_SAMPLES]):
             # Anew in each epoch, which reads each sample once: what is counted are samples, not reads.
-            self._bad = bad + (self._bad if position.epoch == self._epoch else 0)
-            self._epoch = position.epoch
-            text = f"{counted(self._bad, 'training sample')} of epoch {position.epoch + 1} could not be read"
-            text = f"{text} by step {position.step} ({bad} of them in this step)"
+            self._bad = bad + (self._bad if index.epoch == self._epoch else 0)
+            self._epoch = index.epoch
+            text = f"{counted(self._bad, 'training sample')} of epoch {index.epoch + 1} could not be read"
+            text = f"{text} by step {index.global_step} ({bad} of them in this step)"
             self._context.report_unreadable(text, self._bad)
 
     def state_dict(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import EvalOutcome, Position, StepFlag
+from launcher.trainer.progress import EvalOutcome, StepIndex, StepFlag
 from launcher.trainer.pruning import request_of_agent
 from launcher.trainer.replica_consistency import check_replicas
 
@@ -55,7 +55,7 @@ class CheckpointCallback(Callback):
     def on_train_start(self, step: int) -> None:
         self.due.mark_started()  # the time until the next one counts from here
 
-    def on_step_start(self, position: Position) -> None:
+    def on_step_start(self, index: StepIndex) -> None:
         """Set this rank's flags before a step; they are sent with the counts of the step."""
         context = self._context
         self._report(self._checkpointer.poll())
@@ -66,14 +66,14 @@ class CheckpointCallback(Callback):
         if self._failure and context.config.checkpoint.on_error == "stop":
             context.stepper.vote(StepFlag.ABORT)
 
-    def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
+    def on_step_end(self, index: StepIndex, measured: EvalOutcome | None) -> None:
         """Decide, save, and end the run, the same on all ranks.
 
         `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
         PreemptedError for a run that was asked to stop, PrunedError for one that a sweep has given up, and
         StorageError for one that cannot be saved.
         """
-        due = self.due.after_step(position.step)
+        due = self.due.after_step(index.global_step)
         if measured is None and not (self._context.flags or due):
             return
         agreed = set(self._context.flags)
@@ -86,14 +86,14 @@ class CheckpointCallback(Callback):
         pruned = self._request_to_prune() if stops else None
         if pruned is not None and not pruned.keep_checkpoint:
             self._delete_checkpoints()
-            raise PrunedError(f"after step {position.step}: {pruned.reason}; no checkpoint was kept.")
+            raise PrunedError(f"after step {index.global_step}: {pruned.reason}; no checkpoint was kept.")
         if stops or at_end or due or is_best or StepFlag.SAVE in agreed:
-            self._save(position, measured)
+            self._save(index, measured)
         if stops or at_end:
             self._refuse_unsaved()
         if stops:
             self._context.step_reader.flush_all()
-            raise self._stopped(position.step, pruned)
+            raise self._stopped(index.global_step, pruned)
 
     def _refuse_unsaved(self) -> None:
         """Raise StorageError, on all ranks, for a run that ends here and whose last checkpoint failed."""
@@ -143,7 +143,7 @@ class CheckpointCallback(Callback):
         if self._context.env.is_rank0:
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
-    def _save(self, position: Position, measured: EvalOutcome | None) -> None:
+    def _save(self, index: StepIndex, measured: EvalOutcome | None) -> None:
         self._context.step_reader.flush()  # raises if the run has diverged, which is then not saved
         self._context.telemetry.flush()
         self._context.heartbeat.beat("consistency check")
@@ -160,10 +160,10 @@ class CheckpointCallback(Callback):
             settings=self._settings,
             stream=all_gather_str(self._context.env, place) if place else None,
         )
-        progress = TrainProgress(position.epoch, position.step, round(self._context.samples))
+        progress = TrainProgress(index.epoch, index.global_step, round(self._context.samples))
         self._report(self._checkpointer.save(progress, metric, extra))  # how the one before has ended
         if measured is not None and measured.is_best:
-            self._best_step = position.step
+            self._best_step = index.global_step
         self.due.mark_started()
         self._context.step_reader.restart_timer()
 

@@ -19,7 +19,7 @@ from launcher.engine.step_timer import COMPUTE
 from launcher.os.oom import oom_text
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 # Steps after a start or a change that are not measured: they choose algorithms, fill caches, and on a GPU one
 # of them was launched before the change.
@@ -69,7 +69,7 @@ class DataShare(Callback):
         if len(saved) == plan.world_size and limit == plan.most_per_pass:
             self._most = [limit if most == limit else plan.batch_size for most in saved]
 
-    def on_step_start(self, position: Position) -> None:
+    def on_step_start(self, index: StepIndex) -> None:
         """Divide the coming batches anew, if that was decided, unless a rank lacks memory for it."""
         if self._next is None:
             return
@@ -88,8 +88,8 @@ class DataShare(Callback):
             return
         context.batches.divide(context.plan)
         of_ranks = f"{', '.join(map(str, shares))} of {context.plan.batch_size} samples by rank"
-        text = f"{of_ranks} from step {position.step} on, {reason}"
-        context.telemetry.decision("shares", text, shares=shares, from_step=position.step)
+        text = f"{of_ranks} from step {index.global_step} on, {reason}"
+        context.telemetry.decision("shares", text, shares=shares, from_step=index.global_step)
 
     def _try_shares(self, shares: tuple[int, ...]) -> str:
         """Set these shares. Returns what this rank ran out of in doing so; empty if nothing."""
@@ -101,9 +101,9 @@ class DataShare(Callback):
             raise
         return ""
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         plan = self._context.plan
-        if plan.samples_of(position.step_of_epoch) < plan.batch_size:
+        if plan.samples_of(index.batch_idx) < plan.batch_size:
             return  # the last batch of an epoch, which is divided equally
         if self._warm_up:
             self._warm_up -= 1
@@ -111,7 +111,7 @@ class DataShare(Callback):
         self._measured += 1
         self._compute_ms += metrics.report.spans_ms.get(COMPUTE, 0.0)
         self._step_ms += 1e3 * metrics.seconds
-        self._samples += sum(map(len, plan.micro_positions(position.step_of_epoch)))
+        self._samples += sum(map(len, plan.micro_positions(index.batch_idx)))
         if self._measured == self._steps:
             self._decide()
 

@@ -17,7 +17,7 @@ from launcher.evaluation.evaluate import monitored_metric
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class EarlyStopping(Callback):
         self._context, self._config, self._patience = context, config, config.patience
         self._watched: PatienceState | None = None  # None before the first evaluation
 
-    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
+    def on_eval_end(self, index: StepIndex, measured: EvalOutcome) -> None:
         """Count an evaluation, unless it was counted before the run was restarted."""
         if not measured.evaluations:
             return
         found = monitored_metric(self._config.metric or self._context.recipe.monitor, measured.evaluations)
-        watched, step = self._watched, position.step
+        watched, step = self._watched, index.global_step
         if watched is None or watched.step != step:
             self._watched = watched = self._counted(watched, found, step)
         self.stop_reason = ""

@@ -9,7 +9,7 @@ from launcher.engine.rank_state import size_bytes
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.replica_consistency import ema_sha256
 
 
@@ -22,8 +22,8 @@ class EmaCallback(Callback):
         self._context = context
         self._average = average
 
-    def on_step_launched(self, position: Position, result: StepResult) -> None:
-        self._average.update(position.step)
+    def on_step_launched(self, index: StepIndex, result: StepResult) -> None:
+        self._average.update(index.global_step)
 
     def add_to_result(self, result: Result) -> Result:
         """A collective."""

@@ -20,7 +20,7 @@ from launcher.engine.names import named_modules
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.nonfinite_inspector import NonFiniteInspector
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 
 class Fp32Fallback(Callback):
@@ -48,7 +48,7 @@ class Fp32Fallback(Callback):
         if self._fallbacks:
             self._record()
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         """Have further modules compute in fp32. A collective where losses or gradients were not finite."""
         report = metrics.report
         if not self._context.falls_back_to_fp32:
@@ -58,10 +58,10 @@ class Fp32Fallback(Callback):
         backward = bool(report.culprit_parameters and at_min and not report.bad_losses)
         if not (report.bad_losses or backward) or self._searcher.broken_weights():
             return
-        found, stepper = self._searcher.overflow(position, backward), self._context.stepper
+        found, stepper = self._searcher.overflow(index, backward), self._context.stepper
         if found is None or found.module in stepper.fp32_modules:
             return
-        why = f"{found.text} in step {position.step}"
+        why = f"{found.text} in step {index.global_step}"
         if len(self._fallbacks) >= self._limit:
             text = f"{why}: no further module computes in fp32 (precision.max_fp32_fallbacks={self._limit})."
             self._context.telemetry.warn(text)
@@ -74,7 +74,7 @@ class Fp32Fallback(Callback):
         metrics.falls_back = True
         self._context.telemetry.decision(
             "fp32 fallback",
-            f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {why}. To start "
+            f"fp32 arithmetic in {', '.join(patterns)} from step {index.global_step + 1} on; {why}. To start "
             f"with it: precision.fp32_modules={self._record()}",
             module=found.module,
             patterns=list(patterns),

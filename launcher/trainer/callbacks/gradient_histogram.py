@@ -10,7 +10,7 @@ from launcher.engine import StepResult
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.exponents import ExponentCounts, count_exponents
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 
 class GradientHistogram(Callback):
@@ -30,14 +30,14 @@ class GradientHistogram(Callback):
         self._group = context.env.group if shards else None
         self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
 
-    def on_step_launched(self, position: Position, result: StepResult) -> None:
+    def on_step_launched(self, index: StepIndex, result: StepResult) -> None:
         """Count the step just made, whose gradients are valid until the next backward pass."""
-        if position.step % self._every == 0:
-            self._counts[position.step] = count_exponents(self._gradients(), self._group)
+        if index.global_step % self._every == 0:
+            self._counts[index.global_step] = count_exponents(self._gradients(), self._group)
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         """Emit the statistics of a step that was not skipped."""
         report = metrics.report
-        counts = self._counts.pop(position.step, None)
+        counts = self._counts.pop(index.global_step, None)
         if counts is not None and not report.skipped:
-            self._telemetry.emit(counts.read(position, report.scale))
+            self._telemetry.emit(counts.read(index, report.scale))

@@ -15,7 +15,7 @@ from launcher.run_dir.result import Result
 from launcher.trainer.builders.micro_batch_finder import search
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 log = logging.getLogger("launcher")
 
@@ -66,11 +66,11 @@ class MicroBatch(Callback):
         self._chosen = (micro_batch_size, size)
         context.persist_config(data=replace(context.config.data, micro_batch_size=size))
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         """End the run where a rank has abandoned the step. All ranks read so in the same step."""
         if not metrics.report.abandoned_ranks:
             return
         texts = all_gather_str(self._context.env, self._context.oom_message)
         short = [f"rank {rank} ran out of {text}" for rank, text in enumerate(texts) if text]
-        place = f"in the forward or backward pass of step {position.step}"
+        place = f"in the forward or backward pass of step {index.global_step}"
         raise OutOfMemoryError(f"{'; '.join(short)}, {place}.")

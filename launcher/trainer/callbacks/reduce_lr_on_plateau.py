@@ -16,7 +16,7 @@ from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import monitored_metric
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 
 
 class ReduceLROnPlateau(Callback):
@@ -39,10 +39,10 @@ class ReduceLROnPlateau(Callback):
         self._num_bad_evals = 0  # evaluations in a row that were no better
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
-    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
-        if not measured.evaluations or position.step == self._step:
+    def on_eval_end(self, index: StepIndex, measured: EvalOutcome) -> None:
+        if not measured.evaluations or index.global_step == self._step:
             return
-        self._step = position.step
+        self._step = index.global_step
         found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         if self._improves(found):
             self._best, self._num_bad_evals = found, 0
@@ -52,7 +52,7 @@ class ReduceLROnPlateau(Callback):
             assert self._config.factor is not None
             self._factor_so_far, self._num_bad_evals = self._factor_so_far * self._config.factor, 0
             rate = self._context.stepper.lr = self._rate * self._factor_so_far
-            text = f"{rate:g} from step {position.step + 1} on: {found.name} is at a plateau"
+            text = f"{rate:g} from step {index.global_step + 1} on: {found.name} is at a plateau"
             self._context.telemetry.decision("learning rate", text)
 
     def _improves(self, found: MonitoredMetric) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.engine import StepResult
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.replica_consistency import check_replicas
 
 
@@ -17,6 +17,6 @@ class ReplicaCheck(Callback):
     def __init__(self, context: TrainContext, every_steps: int) -> None:
         self._context, self._every_steps = context, every_steps
 
-    def on_step_launched(self, position: Position, result: StepResult) -> None:
-        if position.step % self._every_steps == 0:
+    def on_step_launched(self, index: StepIndex, result: StepResult) -> None:
+        if index.global_step % self._every_steps == 0:
             check_replicas(self._context.stepper, self._context.ema)

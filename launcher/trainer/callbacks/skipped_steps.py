@@ -11,7 +11,7 @@ from launcher.run_dir.result import Result
 from launcher.telemetry.events import OutlierEvent, OverflowEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 
 class SkippedSteps(Callback):
@@ -28,15 +28,15 @@ class SkippedSteps(Callback):
         self._outliers = 0  # since the run began
         self._warned_of_bad_loss = False  # in this process
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         report = metrics.report
         if report.outlier:
-            self._report_outlier(position, report)
+            self._report_outlier(index, report)
         elif report.skipped:
             self._telemetry.emit(
                 OverflowEvent(
-                    position.step,
-                    epoch=position.epoch,
+                    index.global_step,
+                    epoch=index.epoch,
                     scale=report.scale,
                     ranks=list(report.culprit_ranks),
                     parameters=list(report.culprit_parameters),
@@ -47,20 +47,20 @@ class SkippedSteps(Callback):
                 self._warned_of_bad_loss = True
                 passes = counted(report.bad_losses, "micro-batch", "es")
                 self._telemetry.warn(
-                    f"the loss of step {position.step} was not finite in {passes}, so the step was skipped. "
+                    f"the loss of step {index.global_step} was not finite in {passes}, so the step was skipped. "
                     "That is no overflow of the loss scale: check the samples for NaN and infinity, or lower "
                     "optim.lr. Further steps are counted."
                 )
 
-    def _report_outlier(self, position: Position, report: StepReport) -> None:
+    def _report_outlier(self, index: StepIndex, report: StepReport) -> None:
         self._outliers += 1
         loss, norm, count = report.loss, report.grad_norm, self._outliers
         self._telemetry.emit(
-            OutlierEvent(position.step, epoch=position.epoch, loss=loss, grad_norm=norm, count=count)
+            OutlierEvent(index.global_step, epoch=index.epoch, loss=loss, grad_norm=norm, count=count)
         )
         if count == 1:
             self._telemetry.warn(
-                f"step {position.step} was skipped as an outlier: its loss {loss:.4g} or its gradient norm "
+                f"step {index.global_step} was skipped as an outlier: its loss {loss:.4g} or its gradient norm "
                 f"{norm:.4g} lies more than precision.skip_outliers={self._limit:g} deviations above the "
                 "mean of the steps before. Further outliers are counted."
             )

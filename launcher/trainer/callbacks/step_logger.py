@@ -10,7 +10,7 @@ from launcher.engine import StepReport
 from launcher.telemetry.events import StepEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.step_times import StepTimeTotals
 
 
@@ -22,7 +22,7 @@ class StepLogger(Callback):
     def __init__(self, context: TrainContext) -> None:
         self._context = context
         self._every = context.config.train.log_every_steps
-        self._last: Position | None = None
+        self._last: StepIndex | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -31,20 +31,20 @@ class StepLogger(Callback):
         self._samples = 0
         self._times = StepTimeTotals(self._context.env.world_size)
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         report = metrics.report
-        is_first, self._last = self._last is None, position
+        is_first, self._last = self._last is None, index
         self._window.append(report)
         self._samples += metrics.samples
         self._times.add(metrics.seconds, report.spans_ms)
-        if is_first or position.step % self._every == 0:
-            self._log(position)
+        if is_first or index.global_step % self._every == 0:
+            self._log(index)
 
     def on_flush(self) -> None:
         if self._window and self._last is not None:
             self._log(self._last)
 
-    def _log(self, position: Position) -> None:
+    def _log(self, index: StepIndex) -> None:
         reports, samples, times = self._window, self._samples, self._times
         self._begin()
         finite = [report for report in reports if not report.bad_losses] or reports
@@ -55,8 +55,8 @@ class StepLogger(Callback):
         del parts_ms["steps"]
         self._context.telemetry.emit(
             StepEvent(
-                position.step,
-                epoch=position.epoch,
+                index.global_step,
+                epoch=index.epoch,
                 loss=sum(report.loss * report.count for report in finite) / weight,
                 lr=latest.lr,
                 grad_norm=latest.grad_norm,

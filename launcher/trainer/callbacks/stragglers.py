@@ -16,7 +16,7 @@ from launcher.engine.step_timer import COMMUNICATION, DATA
 from launcher.telemetry.events import StragglerEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.step_times import StepTimeTotals
 
 # Steps: long enough that the mean of a rank is not that of one slow read and that the exchange costs nothing,
@@ -55,12 +55,12 @@ class Stragglers(Callback):
         self._window: StepTimeTotals | None = None
         self._warned_of: set[int] = set()  # ranks, in this process
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         if self._window is not None:
             self._window.add(metrics.seconds, metrics.report.spans_ms)
-        if position.step % WINDOW == 0:
+        if index.global_step % WINDOW == 0:
             if self._window is not None:
-                self._compare(position.step, self._window)
+                self._compare(index.global_step, self._window)
             self._window = StepTimeTotals(len(self._hosts))
 
     def _compare(self, step: int, own: StepTimeTotals) -> None:

@@ -15,7 +15,7 @@ from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NonFiniteInspector
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 
 FALLBACK = "If a module below made it, precision.fp32_fallback=true computes it in fp32."
 ADVICE = "Check the input for NaN, and normalise it; lower optim.lr, or set optim.clip_norm."
@@ -30,32 +30,32 @@ class TerminateOnNonFinite(Callback):
     limits: LossScaleConfig
     inspector: NonFiniteInspector
     counters: Callable[[], Mapping[str, int]]
-    _last: tuple[Position, StepReport] | None = None
+    _last: tuple[StepIndex, StepReport] | None = None
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         """Raise DivergedError or DataError if no later step can recover.
 
         The same on all ranks, so the inspector may communicate.
         """
         report = metrics.report
-        self._last = (position, report)
+        self._last = (index, report)
         if not report.skipped:
             return
         if report.count == 0:
             raise DataError(
-                f"step {position.step} had no sample that carries loss on any rank. Each step needs at least "
+                f"step {index.global_step} had no sample that carries loss on any rank. Each step needs at least "
                 "one: check the data and its labels."
             )
-        self._refuse_bad_losses(position, report)
+        self._refuse_bad_losses(index, report)
         if report.skips_at_min_scale >= self.limits.max_skips_at_min_scale:
             at, advice = self._floor(report)
             raise DivergedError(
                 f"the gradient overflowed in {report.skips_at_min_scale} steps with none applied between "
-                f"them{at}, the last being step {position.step}. {advice} {FALLBACK}\n"
-                f"{self._evidence(position, report)}"
+                f"them{at}, the last being step {index.global_step}. {advice} {FALLBACK}\n"
+                f"{self._evidence(index, report)}"
             )
 
-    def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
+    def on_train_end(self, index: StepIndex, measured: EvalOutcome) -> None:
         """Raise DivergedError if a run that has reached its last step has no usable result.
 
         That is: no step was applied, a loss after the last applied step was not finite, or that on the
@@ -71,29 +71,29 @@ class TerminateOnNonFinite(Callback):
             )
         if not counters["applied_steps"]:
             raise DivergedError(
-                f"none of {position.step} steps was applied, because every gradient overflowed, {outcome}. "
+                f"none of {index.global_step} steps was applied, because every gradient overflowed, {outcome}. "
                 "Lower precision.loss_scale.init_scale, or train for more steps."
                 f"{self._evidence_of_last()}"
             )
         if not math.isfinite(held_out_loss):
             raise DivergedError(
-                f"the loss on the held-out set is {held_out_loss} after the last of {position.step} steps, "
+                f"the loss on the held-out set is {held_out_loss} after the last of {index.global_step} steps, "
                 f"{outcome}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
             )
 
-    def _refuse_bad_losses(self, position: Position, report: StepReport) -> None:
+    def _refuse_bad_losses(self, index: StepIndex, report: StepReport) -> None:
         if report.bad_losses and (broken := self.inspector.broken_weights()):
             raise DivergedError(
-                f"the loss was not finite in step {position.step}, because weights are not: {broken}. No "
+                f"the loss was not finite in step {index.global_step}, because weights are not: {broken}. No "
                 "later step can recover. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
-                f"optim.clip_norm.\n{self._evidence(position, report)}"
+                f"optim.clip_norm.\n{self._evidence(index, report)}"
             )
         if report.bad_loss_steps >= self.limits.max_bad_losses:
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps with none applied between them, "
-                f"the last being step {position.step}. That is not the loss scale's fault. "
+                f"the last being step {index.global_step}. That is not the loss scale's fault. "
                 f"{ADVICE}{'' if self.limits.mode == 'none' else f' {FALLBACK}'}\n"
-                f"{self._evidence(position, report)}"
+                f"{self._evidence(index, report)}"
             )
 
     def _floor(self, report: StepReport) -> tuple[str, str]:
@@ -108,10 +108,10 @@ class TerminateOnNonFinite(Callback):
         lower = "" if self.limits.min_scale == 1 else " Lower precision.loss_scale.min_scale, too."
         return f" at loss scale {report.scale:g}, the smallest allowed", advice + lower
 
-    def _evidence(self, position: Position, report: StepReport) -> str:
+    def _evidence(self, index: StepIndex, report: StepReport) -> str:
         """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
         names = listed(report.culprit_parameters, MAX_NAMES)
-        seen = self.inspector.explain(position, report.culprit_ranks, not report.bad_losses)
+        seen = self.inspector.explain(index, report.culprit_ranks, not report.bad_losses)
         return (
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
             f"Loss scale: {report.scale:g}\n{seen}"

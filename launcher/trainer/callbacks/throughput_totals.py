@@ -8,7 +8,7 @@ from typing import Any
 from launcher.run_dir.result import Result, StepTime
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from launcher.trainer.step_times import StepTimeTotals, slowest_rank_times
 
 
@@ -23,7 +23,7 @@ class ThroughputTotals(Callback):
         self._wire_bytes_per_step = 0
         self._times = StepTimeTotals(context.env.world_size, skip_first=True)
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         report = metrics.report
         self._context.samples += metrics.samples
         self._seconds += metrics.seconds

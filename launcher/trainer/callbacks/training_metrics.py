@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 
 
 class TrainingMetrics(Callback):
@@ -22,13 +22,13 @@ class TrainingMetrics(Callback):
         self._loss_sum = self._loss_count = 0.0
         self._right = self._answered = 0  # samples (or tokens) of a classifier
 
-    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+    def on_step_metrics(self, index: StepIndex, metrics: StepMetrics) -> None:
         report = metrics.report
         if report.count and not report.bad_losses:
             self._loss_sum += report.loss * report.count
             self._loss_count += report.count
 
-    def on_eval_start(self, position: Position) -> None:
+    def on_eval_start(self, index: StepIndex) -> None:
         """Set `train_loss` and `train_accuracy` for the record of the evaluation. A collective.
 
         Neither is set where no step has followed the last evaluation.
@@ -39,7 +39,7 @@ class TrainingMetrics(Callback):
             found["train_accuracy"] = self._right / self._answered
         self._context.train_metrics = found
 
-    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
+    def on_eval_end(self, index: StepIndex, measured: EvalOutcome) -> None:
         if measured.evaluations:
             self._loss_sum = self._loss_count = 0.0
             self._right = self._answered = 0

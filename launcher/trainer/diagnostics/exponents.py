@@ -20,7 +20,7 @@ from torch import Tensor
 
 import launcher.engine.async_work as async_work
 from launcher.telemetry.events import GradientsEvent, LayerShares
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; others are counted in the outermost
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
@@ -65,7 +65,7 @@ class ExponentCounts:
     counts: Tensor  # int64 [parameters, _COLUMNS]
     ready: torch.cuda.Event | None
 
-    def read(self, position: Position, scale: float) -> GradientsEvent:
+    def read(self, index: StepIndex, scale: float) -> GradientsEvent:
         """The statistics of the step, whose gradients were scaled by this loss scale (a power of two).
 
         The exponent of v is floor(log2(|v|)), as on the wire. Zeros are in `zeros` alone.
@@ -75,8 +75,8 @@ class ExponentCounts:
         total, rows = self.counts.sum(dim=0).tolist(), self.counts.tolist()
         exponent = round(math.log2(scale))
         return GradientsEvent(
-            position.step,
-            epoch=position.epoch,
+            index.global_step,
+            epoch=index.epoch,
             scale=scale,
             **vars(_shares(total, exponent)),
             zeros=total[0],

@@ -21,7 +21,7 @@ from launcher.errors import counted, described, listed
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics import nonfinite
 from launcher.trainer.diagnostics.nonfinite import ModuleFinding
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 
 NOT_FOUND = 2**64 - 1  # the order of a rank that found nothing: after all others
 AFTER_FORWARD = 2**31  # the position of what appears only in the loss
@@ -51,59 +51,59 @@ class NonFiniteInspector:
         """The weights that are not finite; empty if all are. The same on all ranks, as the weights are."""
         return listed(nonfinite.nonfinite_parameters(self._stepper.model), MAX_NAMES)
 
-    def explain(self, position: Position, suspected_ranks: Sequence[int], backward: bool) -> str:
-        """Where the step at `position` went wrong, as lines of text; the same on all ranks.
+    def explain(self, index: StepIndex, suspected_ranks: Sequence[int], backward: bool) -> str:
+        """Where the step at `index` went wrong, as lines of text; the same on all ranks.
 
         A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if nothing
         is found. `backward` runs the backward pass, too: the losses were finite. The weights are the present
         ones: the step did not change them, but the next one, already launched when this one is read, may
         have.
         """
-        return format_by_rank(self._of_all_ranks(position, backward), suspected_ranks)
+        return format_by_rank(self._of_all_ranks(index, backward), suspected_ranks)
 
-    def overflow(self, position: Position, backward: bool) -> Finding | None:
+    def overflow(self, index: StepIndex, backward: bool) -> Finding | None:
         """The first module that made values that are not finite from finite ones, in the step just read.
 
         `backward`: the first that made such a gradient, and does not compute in fp32. None where the batch, a
         weight or the loss itself was not finite. The same on all ranks: that of the rank which has the
         earliest. A collective.
         """
-        first = min(self._of_all_ranks(position, backward))
+        first = min(self._of_all_ranks(index, backward))
         return first if first.module else None
 
-    def _of_all_ranks(self, position: Position, backward: bool) -> list[Finding]:
+    def _of_all_ranks(self, index: StepIndex, backward: bool) -> list[Finding]:
         """What each rank found, in rank order, on all ranks. A collective."""
         try:
-            own = self._inspect(position, backward)
+            own = self._inspect(index, backward)
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
             own = Finding(NOT_FOUND - 1, f"the batch could not be run again: {described(error)}")
         texts = all_gather_str(self._context.env, json.dumps(asdict(own)))
         return [Finding(**json.loads(text)) for text in texts]
 
-    def _inspect(self, position: Position, backward: bool) -> Finding:
+    def _inspect(self, index: StepIndex, backward: bool) -> Finding:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
         batches = self._context.batches
-        micro_batches = batches.step(position.epoch, position.step_of_epoch)
+        micro_batches = batches.step(index.epoch, index.batch_idx)
         found: list[Finding] = []
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
         for number, (batch, indices) in enumerate(by_batch):
-            forward, loss_finite = self._run(batch, position, number)
-            back = self._gradient_overflow(batch, position, number) if backward else None
+            forward, loss_finite = self._run(batch, index, number)
+            back = self._gradient_overflow(batch, index, number) if backward else None
             arithmetic = self._stepper.policy.arithmetic
             found.append(evidence_of(forward, loss_finite, number, batch, indices, arithmetic, back))
         return min(found, default=Finding(NOT_FOUND, "no samples"))
 
-    def _run(self, batch: Batch, position: Position, number: int) -> tuple[ModuleFinding | None, bool]:
+    def _run(self, batch: Batch, index: StepIndex, number: int) -> tuple[ModuleFinding | None, bool]:
         """One micro-batch through the model, in training mode; and whether its loss is finite."""
-        self._seed(position, number)
+        self._seed(index, number)
         losses: list[Tensor] = []
         found = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
         return found, bool(losses[0].isfinite())
 
-    def _gradient_overflow(self, batch: Batch, position: Position, number: int) -> Finding | None:
+    def _gradient_overflow(self, batch: Batch, index: StepIndex, number: int) -> Finding | None:
         """The first module at which the gradient of a micro-batch is not finite, of those not in fp32."""
-        self._seed(position, number)
+        self._seed(index, number)
         stepper = self._stepper
         found = nonfinite.diagnose_backward(
             stepper.model, lambda: stepper.dry_backward(self._loss_sum(batch))
@@ -117,9 +117,9 @@ class NonFiniteInspector:
                 return Finding((number << 32) + AFTER_FORWARD + module.position, text, module=module.name)
         return None
 
-    def _seed(self, position: Position, number: int) -> None:
+    def _seed(self, index: StepIndex, number: int) -> None:
         plan = self._context.batches.plan
-        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
+        seed_compute(plan.seed, index.global_step, plan.rank, number, self._stepper.device)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._stepper.forward():

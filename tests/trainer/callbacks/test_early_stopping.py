@@ -29,7 +29,7 @@ def stops_at(values: list[float], *, higher: bool = True, **config) -> int | Non
             part = EarlyStopping(context, rule)
             if saved is not None:
                 part.load_state_dict(json.loads(saved))
-            part.on_eval_end(length.position_of(number + 1), EvalOutcome(evaluations={"": found}))
+            part.on_eval_end(length.index_of(number + 1), EvalOutcome(evaluations={"": found}))
             saved = json.dumps(part.state_dict())
         if part.stop_reason:
             return number

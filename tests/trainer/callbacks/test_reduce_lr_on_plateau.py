@@ -17,7 +17,7 @@ from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 from tests.configs import composed
 from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import LIMITS
@@ -38,7 +38,7 @@ def lr_table(
                 part = ReduceLROnPlateau(run, config)
                 if saved is not None:
                     part.load_state_dict(json.loads(saved))
-            part.on_eval_end(Position(0, 0, number), found)
+            part.on_eval_end(StepIndex(0, 0, number), found)
             saved = json.dumps(part.state_dict())
         rates.append(run.stepper.lr)
     return rates

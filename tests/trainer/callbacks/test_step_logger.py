@@ -21,7 +21,7 @@ from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
 from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position, StepFlag
+from launcher.trainer.progress import StepIndex, StepFlag
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 from tests.trainer.runs import context_alone
 
@@ -93,12 +93,12 @@ def run_of(
     if first_step_done is not None:
         run.step_reader._first_step_done = first_step_done
     if not starts:
-        run.step_reader._is_first, log._last = False, Position(0, 0, 0)
+        run.step_reader._is_first, log._last = False, StepIndex(0, 0, 0)
     run.callbacks.fill(callbacks)
     for step, report in enumerate(reports, 1):
-        position, result = Position(0, step - 1, step), cast(Any, Ready(report))
-        run.callbacks.on_step_launched(position, result)
-        run.step_reader.push(position, result)
+        index, result = StepIndex(0, step - 1, step), cast(Any, Ready(report))
+        run.callbacks.on_step_launched(index, result)
+        run.step_reader.push(index, result)
     return run
 
 
@@ -136,9 +136,9 @@ def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
 def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
     before, after = (ThroughputTotals(context_alone(Telemetry([recorder]), LIMITS, 2)) for _ in range(2))
     for step, samples in ((98, 8), (99, 5)):
-        before.on_step_metrics(Position(0, step, step + 1), metrics_of(CLEAN, samples))
+        before.on_step_metrics(StepIndex(0, step, step + 1), metrics_of(CLEAN, samples))
     after.load_state_dict(before.state_dict())
-    after.on_step_metrics(Position(1, 0, 101), metrics_of(CLEAN))
+    after.on_step_metrics(StepIndex(1, 0, 101), metrics_of(CLEAN))
     assert after.state_dict() == {"samples": 8 + 5 + 8, "seconds": 1.5}
 
 
@@ -205,9 +205,9 @@ def test_a_resumed_run_tells_of_its_gradients_when_the_undisturbed_one_does(reco
     run = run_of(recorder, [], gradients_every=4)
     run.callbacks.on_train_start(6)
     for step in (7, 8, 9):
-        position, result = Position(0, step - 1, step), cast(Any, Ready(CLEAN))
-        run.callbacks.on_step_launched(position, result)
-        run.step_reader.push(position, result)
+        index, result = StepIndex(0, step - 1, step), cast(Any, Ready(CLEAN))
+        run.callbacks.on_step_launched(index, result)
+        run.step_reader.push(index, result)
     run.step_reader.flush_all()
     assert [event["step"] for event in recorder.of("gradients")] == [8]
 

@@ -12,7 +12,7 @@ from launcher.report.event_history import EventHistory
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import StragglerEvent
 from launcher.trainer.callbacks.stragglers import WINDOW, Stragglers, latest_rank
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from tests.ranks.harness import run_ranks
 from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
@@ -41,7 +41,7 @@ def train(
     part = Stragglers(context, [f"node{rank}" for rank in range(env.world_size)])
     spans = {"data": 1.0, "compute": 10.0, "communication": communication_ms[env.rank], "update": 1.0}
     for step in range(first, first + steps):
-        part.on_step_metrics(Position(0, step - 1, step), metrics_of(replace(CLEAN, spans_ms=spans)))
+        part.on_step_metrics(StepIndex(0, step - 1, step), metrics_of(replace(CLEAN, spans_ms=spans)))
     return recorder.events
 
 

@@ -10,7 +10,7 @@ from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
 from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
-from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.progress import EvalOutcome, StepIndex
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 
 
@@ -38,7 +38,7 @@ def checked(
     """The check after these steps of a run."""
     check = TerminateOnNonFinite(limits, inspector or Inspector(), lambda: counters or {})
     for step, report in enumerate(reports, 1):
-        check.on_step_metrics(Position(0, step - 1, step), metrics_of(report))
+        check.on_step_metrics(StepIndex(0, step - 1, step), metrics_of(report))
     return check
 
 
@@ -76,7 +76,7 @@ def test_the_error_names_ranks_parameters_scales_and_what_was_seen_again() -> No
     assert lines[1].startswith("Gradient not finite on ranks [1], in parameters: layer0.weight")
     assert lines[1].endswith("and 2 more")
     assert lines[2:] == ["Loss scale: 1", "seen again"]
-    assert inspector.asked == [(Position(0, 2, 3), (1,), True)]
+    assert inspector.asked == [(StepIndex(0, 2, 3), (1,), True)]
 
 
 def test_a_bad_loss_over_broken_weights_ends_the_run_at_once() -> None:
@@ -127,17 +127,17 @@ def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, w
 def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_out_loss, words) -> None:
     check = checked([replace(CLEAN, scale=512.0)], counters=counters)
     with pytest.raises(DivergedError, match=words):
-        check.on_train_end(Position(0, 2, 3), EvalOutcome(loss=held_out_loss))
+        check.on_train_end(StepIndex(0, 2, 3), EvalOutcome(loss=held_out_loss))
 
 
 def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> None:
     with pytest.raises(DivergedError, match=r"none of 3 steps was applied.*more steps\.$"):
         checked([], counters={"bad_loss_steps": 0, "applied_steps": 0}).on_train_end(
-            Position(0, 2, 3), EvalOutcome(loss=1.0)
+            StepIndex(0, 2, 3), EvalOutcome(loss=1.0)
         )
 
 
 def test_a_run_that_has_trained_may_end() -> None:
     checked([CLEAN], counters={"bad_loss_steps": 0, "applied_steps": 1}).on_train_end(
-        Position(0, 0, 1), EvalOutcome(loss=1.0)
+        StepIndex(0, 0, 1), EvalOutcome(loss=1.0)
     )

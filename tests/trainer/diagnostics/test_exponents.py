@@ -17,7 +17,7 @@ from launcher.trainer.diagnostics.exponents import (
     LAST_EXPONENT,
     count_exponents,
 )
-from launcher.trainer.progress import Position
+from launcher.trainer.progress import StepIndex
 from tests.engine.observe import train
 from tests.models import features, mlp
 
@@ -25,7 +25,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def count(gradients: dict[str, Tensor], scale: float = 1.0) -> GradientsEvent:
-    return count_exponents(gradients).read(Position(0, 0, 1), scale)
+    return count_exponents(gradients).read(StepIndex(0, 0, 1), scale)
 
 
 def plain_histogram(gradient: Tensor) -> list[int]:
