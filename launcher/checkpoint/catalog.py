@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from launcher.checkpoint.manifest import MANIFEST, step_name, verify
-from launcher.checkpoint.run_state import Identity, Snapshot, refuse_other
+from launcher.checkpoint.run_state import RunIdentity, Snapshot, refuse_other
 from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
@@ -134,7 +134,7 @@ def _refuse_link(path: Path) -> None:
         )
 
 
-def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: Identity) -> ResumeChoice:
+def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdentity) -> ResumeChoice:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
     Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.

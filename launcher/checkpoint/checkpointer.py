@@ -14,7 +14,7 @@ from launcher.checkpoint import catalog, run_state
 from launcher.checkpoint.async_writer import SaveResult, write_checkpoint
 from launcher.checkpoint.catalog import ResumeChoice
 from launcher.checkpoint.run_state import (
-    Identity,
+    RunIdentity,
     MonitoredMetric,
     RunExtras,
     Snapshot,
@@ -35,7 +35,7 @@ class Checkpointer:
         env: WorkerEnv,
         stepper: Stepper,
         average: ExponentialMovingAverage | None,
-        identity: Identity,
+        identity: RunIdentity,
     ) -> None:
         self.directory, self._keep = directory, keep
         self._env, self._stepper, self._average = env, stepper, average

@@ -61,11 +61,11 @@ class BestEvaluation(MonitoredMetric):
     step: int = 0
 
 
-Identity = Mapping[str, str]  # what a resumed run must share, by name
+RunIdentity = Mapping[str, str]  # what a resumed run must share, by name
 State = TypeVar("State", EngineState, AverageState)
 
 
-def identity_of(config: Config, model: nn.Module, num_samples: int) -> Identity:
+def identity_of(config: Config, model: nn.Module, num_samples: int) -> RunIdentity:
     """The keys of IDENTITY, the number of samples, and the shapes of parameters and buffers.
 
     Learning rate, epochs, world size and ddp options may change.
@@ -78,7 +78,7 @@ def identity_of(config: Config, model: nn.Module, num_samples: int) -> Identity:
     }
 
 
-def refuse_other(identity: Identity, saved: Identity, where: str, *, as_start: bool = False) -> None:
+def refuse_other(identity: RunIdentity, saved: RunIdentity, where: str, *, as_start: bool = False) -> None:
     """Raise ConfigError unless `saved`, found in `where`, is of this run.
 
     `as_start`: the state of another run from which this one starts. Its precision may differ, because
@@ -115,7 +115,7 @@ class Snapshot:
 
     engine: EngineState  # its buffers are averaged over the ranks, as for an evaluation
     progress: TrainProgress
-    identity: Identity
+    identity: RunIdentity
     world_size: int  # of the ranks that saved it
     names: dict[str, str]  # of each tensor, by key of the model's state_dict: tied weights are stored once
     # [world_size, ...], those that differ between ranks, as BatchNorm statistics do between evaluations.
@@ -129,7 +129,7 @@ class Snapshot:
 def take_snapshot(
     stepper: Stepper,
     env: WorkerEnv,
-    identity: Identity,
+    identity: RunIdentity,
     progress: TrainProgress,
     average: ExponentialMovingAverage | None = None,
     metric: MonitoredMetric | None = None,
