@@ -14,9 +14,9 @@ from launcher.checkpoint import catalog, run_state
 from launcher.checkpoint.async_writer import SaveResult, write_checkpoint
 from launcher.checkpoint.catalog import ResumeChoice
 from launcher.checkpoint.run_state import (
-    RunIdentity,
     MonitoredMetric,
     RunExtras,
+    RunIdentity,
     Snapshot,
     TrainProgress,
 )

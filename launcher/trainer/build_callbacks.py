@@ -15,9 +15,9 @@ from launcher.trainer.callbacks.ema import EmaCallback
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.callbacks.overflow_logger import OverflowLogger
 from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from launcher.trainer.callbacks.replica_check import ReplicaCheck
-from launcher.trainer.callbacks.skipped_steps import SkippedSteps
 from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.stragglers import Stragglers
 from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
@@ -57,7 +57,7 @@ def build_callbacks(
         GradientHistogram(context, every) if every else None,
         # Before those that warn of a loss that is not finite, or end the run for it: it may have a remedy.
         Fp32Fallback(context, inspector),
-        SkippedSteps(context),
+        OverflowLogger(context),
         TerminateOnNonFinite(config.precision.loss_scale, inspector, context.stepper.counters),
         # After those that may end the run by the same step, which is then not logged.
         StepLogger(context),

@@ -30,7 +30,7 @@ from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
-from launcher.trainer.progress import EvalOutcome, StepIndex, StepFlag
+from launcher.trainer.progress import EvalOutcome, StepFlag, StepIndex
 
 HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 

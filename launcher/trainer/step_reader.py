@@ -15,7 +15,7 @@ from launcher.engine import StepResult
 from launcher.engine.step_timer import PARTS
 from launcher.telemetry import Telemetry
 from launcher.trainer.callback import CallbackList, StepMetrics
-from launcher.trainer.progress import StepIndex, StepFlag, samples_of
+from launcher.trainer.progress import StepFlag, StepIndex, samples_of
 
 log = logging.getLogger("launcher")
 

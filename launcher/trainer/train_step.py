@@ -13,7 +13,7 @@ from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.model_mistakes import unregistered_parameters
 from launcher.trainer.out_of_memory import prepare_to_abandon
-from launcher.trainer.progress import StepIndex, StepFlag, samples_of
+from launcher.trainer.progress import StepFlag, StepIndex, samples_of
 
 
 class TrainStep:

@@ -12,7 +12,7 @@ from launcher.trainer import results
 from launcher.trainer.context import TrainContext
 from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.out_of_memory import shortage_explained
-from launcher.trainer.progress import EvalOutcome, StepIndex, ResumePoint
+from launcher.trainer.progress import EvalOutcome, ResumePoint, StepIndex
 from launcher.trainer.train_step import TrainStep
 
 

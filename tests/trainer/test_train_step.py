@@ -107,6 +107,5 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
     indices = [StepIndex(0, step, step + 1) for step in range(steps)]
     reports = [task.run(index).read() for index in indices]
     return [
-        (samples_of(plan, each, report), report.count)
-        for each, report in zip(indices, reports, strict=True)
+        (samples_of(plan, each, report), report.count) for each, report in zip(indices, reports, strict=True)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.errors import counted
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import StepIndex, StepFlag
+from launcher.trainer.progress import StepFlag, StepIndex
 
 
 class BadSampleLimit(Callback):

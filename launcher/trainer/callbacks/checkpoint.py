@@ -26,7 +26,7 @@ from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import EvalOutcome, StepIndex, StepFlag
+from launcher.trainer.progress import EvalOutcome, StepFlag, StepIndex
 from launcher.trainer.pruning import request_of_agent
 from launcher.trainer.replica_consistency import check_replicas
 

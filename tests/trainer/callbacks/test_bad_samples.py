@@ -10,7 +10,7 @@ import pytest
 from launcher.errors import DataError
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.bad_samples import BadSampleLimit
-from launcher.trainer.progress import StepIndex, StepFlag
+from launcher.trainer.progress import StepFlag, StepIndex
 from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
 from tests.trainer.runs import context_alone
@@ -30,7 +30,9 @@ def take(part: BadSampleLimit, step: int, bad: int) -> None:
     """Step `step` of epochs of 4 steps, counted from 1."""
     votes = [0] * len(CLEAN.votes)
     votes[StepFlag.BAD_SAMPLES] = bad
-    part.on_step_metrics(StepIndex(*divmod(step - 1, 4), step), metrics_of(replace(CLEAN, votes=tuple(votes))))
+    part.on_step_metrics(
+        StepIndex(*divmod(step - 1, 4), step), metrics_of(replace(CLEAN, votes=tuple(votes)))
+    )
 
 
 def test_a_sample_that_cannot_be_read_is_left_out_in_each_epoch() -> None:

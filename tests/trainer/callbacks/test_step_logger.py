@@ -16,12 +16,12 @@ from launcher.telemetry.tracker.rows import media_of, scalars_of
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
-from launcher.trainer.callbacks.skipped_steps import SkippedSteps
+from launcher.trainer.callbacks.overflow_logger import OverflowLogger
 from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
 from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import StepIndex, StepFlag
+from launcher.trainer.progress import StepFlag, StepIndex
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 from tests.trainer.runs import context_alone
 
@@ -83,7 +83,7 @@ def run_of(
 ) -> TrainContext:
     """A run whose callbacks have seen these steps, of which the first is the process's if it `starts`."""
     run = context_alone(Telemetry([recorder]), LIMITS, every)
-    callbacks: list[Callback] = [Fp32Fallback(run, cast(Any, Searcher())), SkippedSteps(run)]
+    callbacks: list[Callback] = [Fp32Fallback(run, cast(Any, Searcher())), OverflowLogger(run)]
     if gradients_every:
         stats = GradientHistogram(run, gradients_every)
         stats._gradients = lambda: GRADIENTS

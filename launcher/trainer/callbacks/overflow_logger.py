@@ -14,7 +14,7 @@ from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import StepIndex
 
 
-class SkippedSteps(Callback):
+class OverflowLogger(Callback):
     """Emits an event per skipped step, and warns of the first outlier and the first loss that is not finite.
 
     A bad loss after which modules fall back to fp32 needs no warning. Outliers are counted in the whole run.
