@@ -60,7 +60,7 @@ class Scheduler:
         """
         failure: Exception | None = None
         while True:
-            self._obey_signals()
+            self._forward_signals()
             try:
                 while not self.reason and (job := self._startable()) is not None:
                     self._start(job)
@@ -152,7 +152,7 @@ class Scheduler:
         again = job.failures <= self._settings.retries and change.exit not in FINAL and not stops
         return JobState.WAITING if again else JobState.FAILED
 
-    def _obey_signals(self) -> None:
+    def _forward_signals(self) -> None:
         arrived = self._signals.pop_received()
         if self._signals.stop is None and any(number in SAVING for number in arrived):
             for job in self._running.values():

@@ -17,7 +17,7 @@ from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.os import frames
 from launcher.os.oom import oom_text, to_resource_error
 from launcher.run_dir.discarding import overrides_to_resume
-from launcher.trainer.builders.micro_batch_finder import half_of
+from launcher.trainer.builders.micro_batch_finder import next_smaller
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
 
@@ -59,7 +59,7 @@ def shortage_explained(context: TrainContext) -> Iterator[None]:
 def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
     """The error with this text, and with what a smaller micro-batch makes of the run."""
     plan = context.plan
-    half = half_of(plan)
+    half = next_smaller(plan)
     text = f"{text} The micro-batch is {plan.largest_micro_batch} per rank and forward pass"
     if half is None:
         text = f"{text}, which cannot be halved: choose a smaller model or smaller samples."

@@ -92,7 +92,7 @@ def check_adaptable(
             f"{type(model).__name__} has no matrix that Muon trains: those of nn.Linear and "
             "nn.MultiheadAttention, but for the head. Use AdamW."
         )
-    decayed = any(rates.weight_decay is not None for rates in grouping.rates)
+    decayed = any(options.weight_decay is not None for options in grouping.options)
     if decayed and "weight_decay" not in inspect.signature(optimizer.kind).parameters:
         raise UnusableError(
             f"{kind} has no weight_decay, and a parameter group sets one. Leave weight_decay out of the "
@@ -117,7 +117,7 @@ def updater_of(
     if isinstance(optimizer, TorchOptimizer):
         of_muon = hidden_matrices(model) if optimizer.kind is MuonWithAdamW else set()
         return TorchUpdater(layout, zero1.shards, optimizer, of_muon)
-    return Updater(zero1.shards, optimizer, layout.grouping.rates, zero1.group_slices())
+    return Updater(zero1.shards, optimizer, layout.grouping.options, zero1.group_slices())
 
 
 def _states_of(
@@ -164,15 +164,15 @@ class TorchUpdater:
         self._optimizer = optimizer.over(self._param_groups())
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """torch's own: one for each set of rates, with `lr_scale` and `use_muon` beside its options."""
+        """torch's own: one for each set of options, with `lr_scale` and `use_muon` beside its options."""
         grouping = self._layout.grouping
         members: dict[tuple[GroupOptions, bool], list[nn.Parameter]] = {}
         for name, master in self._masters.items():
-            members.setdefault((grouping.rates_of(name), name in self._of_muon), []).append(master)
+            members.setdefault((grouping.options_of(name), name in self._of_muon), []).append(master)
         return [
             {"params": masters, "use_muon": use_muon}
-            | {name: value for name, value in vars(rates).items() if value is not None}
-            for (rates, use_muon), masters in members.items()
+            | {name: value for name, value in vars(options).items() if value is not None}
+            for (options, use_muon), masters in members.items()
         ]
 
     def step(self, scalars: StepScalars) -> None:

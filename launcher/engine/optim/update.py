@@ -91,7 +91,7 @@ class _Batch:
 class Updater:
     """Runs an optimizer over shards. Holds the optimizer's states, flat, fp32, zero at the start.
 
-    Parameter groups (`rates`) are slices of adjacent elements, by shard, each of which is in a call of its
+    Parameter groups (`options`) are slices of adjacent elements, by shard, each of which is in a call of its
     own within the pass.
     """
 
@@ -99,7 +99,7 @@ class Updater:
         self,
         shards: Sequence[Shard],
         optimizer: Optimizer,
-        rates: Sequence[GroupOptions] = (),
+        options: Sequence[GroupOptions] = (),
         group_slices: Sequence[GroupSlices] = (),
     ) -> None:
         self.optimizer = optimizer
@@ -109,8 +109,8 @@ class Updater:
             [torch.zeros(len(shard.weight), dtype=torch.float32, device=device) for _ in optimizer.states]
             for shard in self.shards
         ]
-        rates = rates or (GroupOptions(),)
-        self._lr_scales = [each.lr_scale for each in rates]
+        options = options or (GroupOptions(),)
+        self._lr_scales = [each.lr_scale for each in options]
         # On the device the rates of all groups are computed at once, in as many kernels as for one.
         self._scales_on_device: Tensor | None = None  # None where there is one group, with the rate itself
         if self._lr_scales != [1.0]:
@@ -118,17 +118,17 @@ class Updater:
         whole: list[GroupSlices] = [{0: [slice(0, len(shard.weight))]} for shard in self.shards]
         self._batches = [
             batch
-            for group, own in enumerate(rates)
+            for group, own in enumerate(options)
             for batch in self._batches_of(group, own, group_slices or whole)
         ]
 
     def _batches_of(
-        self, group: int, rates: GroupOptions, group_slices: Sequence[GroupSlices]
+        self, group: int, options: GroupOptions, group_slices: Sequence[GroupSlices]
     ) -> Iterator[_Batch]:
         """All elements of a group in order, in batches of up to a chunk."""
         optimizer, on_cpu = self.optimizer, self.shards[0].weight.is_cpu
-        if rates.weight_decay is not None:
-            optimizer = replace(optimizer, weight_decay=rates.weight_decay)
+        if options.weight_decay is not None:
+            optimizer = replace(optimizer, weight_decay=options.weight_decay)
         numel = sum(each.stop - each.start for slices in group_slices for each in slices.get(group, []))
         chunk = min(numel, CHUNK if on_cpu else DEVICE_CHUNK)
         scratch = torch.empty(chunk, dtype=torch.float32) if on_cpu else None

@@ -29,7 +29,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 # 1 MB takes 0.3 ms at 25 Gbit/s, more than the latency of a message; 25 MB is the default of DDP's
 # bucket_cap_mb.
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 25 << 20
-# The slices of a flat tensor that are updated alike, in order, by index into a grouping's rates.
+# The slices of a flat tensor that are updated alike, in order, by index into a grouping's options.
 GroupSlices = dict[int, list[slice]]
 
 
@@ -87,7 +87,7 @@ class Layout:
     def _cut(self, members: Sequence[str], bucket_numel: int) -> list[BucketRange]:
         """Group the named parameters into buckets of about `bucket_numel` elements, and give them offsets.
 
-        Within a bucket they are in the order of their rates, else as given.
+        Within a bucket they are in the order of their groups, else as given.
         """
         # So that the shards of all ranks are aligned, too.
         multiple = ALIGNMENT * self.world_size

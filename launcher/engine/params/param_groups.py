@@ -1,7 +1,7 @@
 """Parameter groups: which parameters are updated at another rate, with another decay, or not at all.
 
-Owns the value that a user gives and the assignment of every parameter to one set of rates, by name. Where the
-parameters of one set lie in the flat memory is the layout's business.
+Owns the value that a user gives and the assignment of every parameter to one set of options, by name. Where
+the parameters of one set lie in the flat memory is the layout's business.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class GroupOptions:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Every trained parameter's rates. `rates` is empty where all are updated as the optimizer says."""
+    """Every trained parameter's options. `options` is empty where all are updated as the optimizer says."""
 
-    rates: tuple[GroupOptions, ...] = ()  # in the order in which the flat layout meets them
-    index: Mapping[str, int] = field(default_factory=dict)  # into `rates`, by the name of a trained parameter
+    options: tuple[GroupOptions, ...] = ()  # in the order in which the flat layout meets them
+    index: Mapping[str, int] = field(default_factory=dict)  # into `options`, by parameter name
     frozen: frozenset[str] = frozenset()  # names of parameters that a group freezes
 
     @classmethod
@@ -69,17 +69,17 @@ class Grouping:
         owners = owners_of(all_names(model), groups)
         frozen = {name for name, owner in owners.items() if groups[owner].frozen}
         trained = [n for n, p in named_parameters(model).items() if p.requires_grad and n not in frozen]
-        rates = [GroupOptions(float(group.lr_scale), group.weight_decay) for group in groups]
-        found = {n: rates[owners[n]] if n in owners else GroupOptions() for n in reversed(trained)}
+        options = [GroupOptions(float(group.lr_scale), group.weight_decay) for group in groups]
+        found = {n: options[owners[n]] if n in owners else GroupOptions() for n in reversed(trained)}
         distinct = tuple(dict.fromkeys(found.values()))
         if distinct in ((), (GroupOptions(),)):
             return cls(frozen=frozenset(frozen))
-        index = {name: distinct.index(rates) for name, rates in found.items()}
+        index = {name: distinct.index(each) for name, each in found.items()}
         return cls(distinct, index, frozenset(frozen))
 
-    def rates_of(self, name: str) -> GroupOptions:
-        """The rates of a trained parameter."""
-        return self.rates[self.index[name]] if self.rates else GroupOptions()
+    def options_of(self, name: str) -> GroupOptions:
+        """The options of the group of a trained parameter."""
+        return self.options[self.index[name]] if self.options else GroupOptions()
 
 
 def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGroup]) -> dict[str, int]:

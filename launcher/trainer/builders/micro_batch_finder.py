@@ -31,7 +31,7 @@ def candidate_sizes(plan: BatchPlan) -> list[int]:
     return sizes
 
 
-def half_of(plan: BatchPlan) -> int | None:
+def next_smaller(plan: BatchPlan) -> int | None:
     """Half of the present micro-batch, rounded up; None for one sample."""
     return -(-plan.largest_micro_batch // 2) if plan.largest_micro_batch > 1 else None
 

@@ -233,8 +233,8 @@ def test_on_a_gpu_groups_cost_calls_and_no_reads(optimizer) -> None:
     groups = [ParameterGroup("0.bias", 0.5), ParameterGroup("1.weight", 0.1), ParameterGroup("1.*", 1.0, 0.0)]
     with MetaDevice() as device:
         stepper = Stepper(model, optimizer, Policy.fp16(), reference_count=1, emulate=True, groups=groups)
-        rates, group_slices = stepper.layout.grouping.rates, stepper.zero1.group_slices()
-        updater = Updater(stepper.zero1.shards, optimizer, rates, group_slices)
+        options, group_slices = stepper.layout.grouping.options, stepper.zero1.group_slices()
+        updater = Updater(stepper.zero1.shards, optimizer, options, group_slices)
         scalar = torch.zeros((), device=META)
         device.reads.clear()
         device.uploads.clear()

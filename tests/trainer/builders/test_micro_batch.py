@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.trainer.builders.micro_batch_finder import candidate_sizes, half_of
+from launcher.trainer.builders.micro_batch_finder import candidate_sizes, next_smaller
 
 
 def plan_of(share: int, micro_batch: int | None = None, ranks: int = 1) -> BatchPlan:
@@ -24,4 +24,4 @@ def test_the_whole_share_comes_first_and_each_size_is_half_of_the_one_before() -
 )
 def test_half_is_of_what_the_largest_micro_batch_really_has(share, micro_batch, half) -> None:
     """A share of 10 in pieces of at most 8 is 5 and 5."""
-    assert half_of(plan_of(share, micro_batch)) == half
+    assert next_smaller(plan_of(share, micro_batch)) == half

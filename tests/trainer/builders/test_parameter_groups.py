@@ -43,7 +43,7 @@ def rates(settings: OptimConfig, model: nn.Module, own: tuple[ParameterGroup, ..
     """(lr_scale, weight_decay) by parameter, as a Stepper understands the groups; None where it is frozen."""
     groups, _ = parameter_groups(settings, own, model)
     grouping = Stepper(model, SGD(0.1), groups=groups).layout.grouping
-    found = {name: grouping.rates_of(name) for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: grouping.options_of(name) for name, p in model.named_parameters() if p.requires_grad}
     assert found.keys().isdisjoint(grouping.frozen)
     return {name: (each.lr_scale, each.weight_decay) for name, each in found.items()}
 
