@@ -79,7 +79,7 @@ def run_overrides(argv: Sequence[str]) -> tuple[str, ...] | None:
     except errors.LauncherError:
         return None
     runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir"}
-    return arguments.words if runs else None
+    return arguments.positionals if runs else None
 
 
 def typed_argv(argv: Sequence[str]) -> Sequence[str]:

@@ -234,9 +234,11 @@ def test_commands_are_accepted(command: str, clone: Path) -> None:
     if words[0] in ("report", "watch", "export", "predict"):
         pytest.skip("needs a finished run; the test below has one")
     if words[0] == "plan":
-        words = [*parse(words).words]
+        words = [*parse(words).positionals]
     if words[0] == "compare":
-        words = [word.replace(",fp16", "").replace("0,1,2", "0") for word in as_sweep(parse(words)).words]
+        words = [
+            word.replace(",fp16", "").replace("0,1,2", "0") for word in as_sweep(parse(words)).positionals
+        ]
         words.remove("sweep.parallel=1")  # only a sweep has it, and --cfg shows one job
     if words[0] == "doctor":
         words += ["launch.nproc=1", "tracker=none"]  # without ranks that exchange for seconds

@@ -31,7 +31,7 @@ OWNERS: Mapping[str, Sequence[str]] = {  # of the flags that only these commands
 @dataclass(frozen=True)
 class Arguments:
     command: str  # "train" if no other is given
-    words: tuple[str, ...]  # overrides, or what the command works on
+    positionals: tuple[str, ...]  # overrides, or what the command works on
     flags: Mapping[str, Any]  # by long name; None: a switch
 
     @property
@@ -61,7 +61,7 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--out")
         self.add_argument("--every", type=float)
         self.add_argument("--rates", type=numbers)
-        self.add_argument("words", nargs="*", default=[])
+        self.add_argument("positionals", nargs="*", default=[])
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See --help.")
@@ -80,10 +80,12 @@ def parse(argv: Sequence[str]) -> Arguments:
         near = suggestion(nearest(unknown[0], [*parser._option_string_actions]))
         raise ConfigError(f"{unknown[0]}: there is no such flag.{near} See --help.")
     # Hydra adds keys with `+`; here each key exists, or is refused.
-    words = tuple(word.lstrip("+") for word in found.words)
+    words = tuple(word.lstrip("+") for word in found.positionals)
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
-    flags = {f"--{key.replace('_', '-')}": value for key, value in vars(found).items() if key != "words"}
+    flags = {
+        f"--{key.replace('_', '-')}": value for key, value in vars(found).items() if key != "positionals"
+    }
     for name in flags.keys() & OWNERS.keys():
         if command not in OWNERS[name]:
             raise ConfigError(f"{name}: belongs to the command {' and '.join(OWNERS[name])} only.")

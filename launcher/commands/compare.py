@@ -43,8 +43,8 @@ def as_sweep(arguments: Arguments) -> Arguments:
     from launcher.config.resolve import space_of
 
     with suppress(HydraException):  # the composition refuses a word that cannot be read, with the reason
-        varied = {each.key: each for each in space_of(arguments.words).dimensions}
-        if "precision" not in varied or len(set(varied["precision"].ends)) < 2:
+        varied = {each.key: each for each in space_of(arguments.positionals).dimensions}
+        if "precision" not in varied or len(set(varied["precision"].representative_values)) < 2:
             rule = "give two precisions or more. The others are compared with the first"
             example = f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
             raise ConfigError(f"compare: {rule}: {example}")
@@ -53,8 +53,9 @@ def as_sweep(arguments: Arguments) -> Arguments:
             why = "so that nothing else can be the cause of a difference"
             advice = "Compare other settings with a sweep: -m."
             raise ConfigError(f"compare: {rule}, not {', '.join(sorted(others))}, {why}. {advice}")
-    given = {word.partition("=")[0]: word for word in arguments.words}  # of a key given twice the last word
+    # Of a key given twice the last word.
+    given = {word.partition("=")[0]: word for word in arguments.positionals}
     last = [given.pop(key) for key in VARIED if key in given]
     flags = {**arguments.flags, "--multirun": None}
     words = (*given.values(), *last, ONE_AT_A_TIME)
-    return dataclasses.replace(arguments, command="train", words=words, flags=flags)
+    return dataclasses.replace(arguments, command="train", positionals=words, flags=flags)

@@ -45,8 +45,8 @@ def doctor(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
 
     if broadcast.launch.local_rank > 0:
         return 0
-    chosen = () if any(word.startswith("recipe=") for word in arguments.words) else (ANY_RECIPE,)
-    (config,) = compose_jobs(Request((*chosen, *arguments.words), arguments.config_dir))
+    chosen = () if any(word.startswith("recipe=") for word in arguments.positionals) else (ANY_RECIPE,)
+    (config,) = compose_jobs(Request((*chosen, *arguments.positionals), arguments.config_dir))
     says_json, host = "--json" in arguments.flags, gethostname()
     if broadcast.launch.has_external_launcher and not says_json:
         say(f"{host}:", sys.stdout)

@@ -31,14 +31,14 @@ def export_weights(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     """
     from launcher.checkpoint.export import export, with_model_folder
 
-    if len(arguments.words) != 2:
+    if len(arguments.positionals) != 2:
         usage = f"{program()} export outputs/<recipe>/<run> weights.safetensors"
         raise ConfigError(f"export: give a run and a file: {usage} [--dtype fp16] [--best] [--no-ema]")
-    run_dir, file = map(Path, arguments.words)
+    run_dir, file = map(Path, arguments.positionals)
     if file.suffix in OTHER_FORMATS and not file.is_dir():
         other = file.with_suffix(".safetensors")
         raise ConfigError(f"export {file}: the file is written in the format safetensors: name it {other}.")
-    if file.is_dir() or arguments.words[1].endswith("/"):  # a folder that one can predict with
+    if file.is_dir() or arguments.positionals[1].endswith("/"):  # a folder that one can predict with
         with_model_folder(run_dir, file)
         file /= "model.safetensors"
     flags = arguments.flags

@@ -50,9 +50,9 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     Example: {program} new mine
     """
-    if len(arguments.words) != 1:
+    if len(arguments.positionals) != 1:
         raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
-    (name,) = arguments.words
+    (name,) = arguments.positionals
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"new {name}: it becomes the name of a function: letters, digits and '_'.")
     module = find_spec(name)  # a file of this name in the working directory would be imported in its place

@@ -33,7 +33,7 @@ def plan(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     if "--multirun" in arguments.flags:
         raise ConfigError("plan -m: plan is about one run. Leave -m out, and give each key one value.")
-    (config,) = compose_jobs(Request(arguments.words, arguments.config_dir))
+    (config,) = compose_jobs(Request(arguments.positionals, arguments.config_dir))
     launch = planned_launch(config.launch, broadcast.launch)
     refuse_small_batch(config, launch)
     world_size = num_ranks(config.launch, launch)

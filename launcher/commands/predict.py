@@ -34,11 +34,11 @@ def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     from launcher.checkpoint.export import weights_of
     from launcher.evaluation.prediction import FACTS, Predictor
 
-    if len(arguments.words) < 2:
+    if len(arguments.positionals) < 2:
         raise ConfigError(
             f"predict: give a run and files: {program()} predict outputs/<recipe>/<run> FILE..."
         )
-    directory, *files = map(Path, arguments.words)
+    directory, *files = map(Path, arguments.positionals)
     is_run = (directory / MODEL / FACTS).is_file()
     folder = directory / MODEL if is_run else directory
     if not (folder / FACTS).is_file():

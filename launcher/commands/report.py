@@ -38,9 +38,9 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     from launcher.run_dir.atomic import write_text
     from launcher.run_dir.records import REPORT
 
-    if not arguments.words:
+    if not arguments.positionals:
         raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")
-    directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
+    directories = [checked("report", word) for word in dict.fromkeys(arguments.positionals)]
     sweeps = [directory for directory in directories if is_sweep(directory)]
     runs = [Run.read(directory) for directory in run_directories(directories)]
     own = directories[0] / REPORT if len(directories) == 1 else Path(REPORT)

@@ -78,9 +78,9 @@ def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     """
     from launcher.sweep.state import record_job
 
-    if len(arguments.words) != 1:
+    if len(arguments.positionals) != 1:
         raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
-    directory = Path(arguments.words[0])
+    directory = Path(arguments.positionals[0])
     try:
         return run_in(directory, broadcast, "To resume: the same command.")
     finally:

@@ -27,7 +27,7 @@ def train(arguments: Arguments, broadcast: ConfigBroadcast, findings: Sequence[i
 
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
     """
-    request = Request(arguments.words, arguments.config_dir, "--multirun" in arguments.flags)
+    request = Request(arguments.positionals, arguments.config_dir, "--multirun" in arguments.flags)
     if request.multirun:
         from launcher.sweep.prepare import continued
 

@@ -46,9 +46,9 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     from launcher.report.comparison import is_sweep
     from launcher.report.watching import RunView, SweepView
 
-    if len(arguments.words) != 1:
+    if len(arguments.positionals) != 1:
         raise ConfigError(f"watch: give one run or sweep: {program()} watch outputs/<recipe>/<run>")
-    directory = checked("watch", arguments.words[0])
+    directory = checked("watch", arguments.positionals[0])
     live = sys.stdout.isatty() and find_spec("rich") is not None
     if sys.stdout.isatty() and not live:
         print(f"a line every {EVERY_LINE_S:g} s; for a live view: {install_line('rich')}")

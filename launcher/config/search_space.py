@@ -25,12 +25,12 @@ class Choices:
     key: str
     values: tuple[str, ...]
 
-    def at(self, share: float) -> str:
+    def sample(self, share: float) -> str:
         """The value at a share in [0, 1)."""
         return self.values[int(share * len(self.values))]
 
     @property
-    def ends(self) -> tuple[str, ...]:
+    def representative_values(self) -> tuple[str, ...]:
         """The values that stand for all in a check."""
         return self.values
 
@@ -49,7 +49,7 @@ class Interval:
     log: bool
     whole: bool
 
-    def at(self, share: float) -> str:
+    def sample(self, share: float) -> str:
         """The value at a share in [0, 1), of the logarithms if `log`."""
         # A whole number has an equal share of the interval, reaching half a unit beyond it on each side.
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
@@ -63,7 +63,7 @@ class Interval:
         return repr(min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high))
 
     @property
-    def ends(self) -> tuple[str, ...]:
+    def representative_values(self) -> tuple[str, ...]:
         return (self.written(self.low), self.written(self.high))
 
     @property
@@ -115,21 +115,21 @@ class Space:
         """How many points it has; infinite with an interval of floating-point numbers."""
         return math.prod(each.size for each in self.dimensions)
 
-    def at(self, values: Sequence[str]) -> tuple[str, ...]:
+    def overrides_of(self, values: Sequence[str]) -> tuple[str, ...]:
         """The overrides of the job with these values, one for each dimension."""
         left = iter(values)
         return tuple(item if isinstance(item, str) else f"{item.key}={next(left)}" for item in self.items)
 
     def grid(self) -> list[tuple[str, ...]]:
         """The overrides of all combinations, each once, the last key fastest as in Hydra. No intervals."""
-        combinations = itertools.product(*(each.ends for each in self.dimensions))
-        return [*dict.fromkeys(map(self.at, combinations))]
+        combinations = itertools.product(*(each.representative_values for each in self.dimensions))
+        return [*dict.fromkeys(map(self.overrides_of, combinations))]
 
     def samples(self) -> Iterator[tuple[str, ...]]:
         """Jobs that have each choice, and both ends of each interval, at least once."""
-        ends = [each.ends for each in self.dimensions]
+        ends = [each.representative_values for each in self.dimensions]
         for number in range(max(map(len, ends), default=1)):
-            yield self.at([values[number % len(values)] for values in ends])
+            yield self.overrides_of([values[number % len(values)] for values in ends])
 
 
 def _dimension(override: Override, key: str) -> Dimension:

@@ -36,7 +36,7 @@ def drawn_at_random(space: Space, seed: int, jobs: Sequence[SweepJob]) -> tuple[
     known = {tuple(job.overrides) for job in jobs}
     for draw in range(DRAWS):
         numbers = random.Random(f"{seed}/{len(jobs)}/{draw}")
-        lines = space.at([each.at(numbers.random()) for each in space.dimensions])
+        lines = space.overrides_of([each.sample(numbers.random()) for each in space.dimensions])
         if lines not in known:
             return lines
     return None
@@ -60,7 +60,7 @@ def drawn_by_tpe(space: Space, seed: int, jobs: Sequence[SweepJob]) -> tuple[str
         study = optuna.create_study(direction=direction, sampler=sampler)
         study.add_trials(trials)
         params = study.ask(distributions).params
-        lines = space.at([_written(each, params[each.key]) for each in space.dimensions])
+        lines = space.overrides_of([_written(each, params[each.key]) for each in space.dimensions])
         if lines not in known:
             return lines
     return drawn_at_random(space, seed, jobs)

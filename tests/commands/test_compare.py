@@ -37,7 +37,7 @@ def swept(*words: str) -> Arguments:
 def test_the_precisions_take_turns_seed_by_seed() -> None:
     arguments = swept("precision=fp32,fp16", "recipe=cnn", "seed=0,1", "-cd", "mine")
     assert arguments.command == "train"
-    assert arguments.words == ("recipe=cnn", "seed=0,1", "precision=fp32,fp16", "sweep.parallel=1")
+    assert arguments.positionals == ("recipe=cnn", "seed=0,1", "precision=fp32,fp16", "sweep.parallel=1")
     assert arguments.flags == {"--config-dir": "mine", "--multirun": None}
 
 
@@ -59,7 +59,7 @@ def test_nothing_else_may_vary(word: str) -> None:
 
 
 def test_of_a_key_that_is_given_twice_the_last_word_counts() -> None:
-    assert swept("precision=fp32,bf16", "seed=0,1", "precision=fp32,fp16", "seed=2").words == (
+    assert swept("precision=fp32,bf16", "seed=0,1", "precision=fp32,fp16", "seed=2").positionals == (
         "seed=2",
         "precision=fp32,fp16",
         "sweep.parallel=1",
@@ -68,7 +68,7 @@ def test_of_a_key_that_is_given_twice_the_last_word_counts() -> None:
 
 def test_lists_are_no_variation() -> None:
     words = ("precision.fp32_modules=[a,b]", "tracker.tags=[x]")
-    assert swept("precision=fp32,fp16", *words).words[:2] == words
+    assert swept("precision=fp32,fp16", *words).positionals[:2] == words
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_the_grid_is_hydras_product() -> None:
 def test_whole_numbers_of_an_interval_are_all_drawn_and_no_others(line: str) -> None:
     (each,) = space(line).dimensions
     shares = [number / 1000 for number in range(1000)]
-    drawn = [each.at(share) for share in shares]
+    drawn = [each.sample(share) for share in shares]
     assert {*drawn} == {"1", "2", "3"}
     if not each.log:
         assert all(320 <= drawn.count(value) <= 345 for value in "123"), "each is as likely"

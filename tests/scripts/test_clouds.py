@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 def accepted(words):
     """The config of the command, once our command line has read it."""
-    (config,) = compose_jobs(Request(parse(words).words))
+    (config,) = compose_jobs(Request(parse(words).positionals))
     return config
 
 

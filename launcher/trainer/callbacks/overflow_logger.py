@@ -47,9 +47,9 @@ class OverflowLogger(Callback):
                 self._warned_of_bad_loss = True
                 passes = counted(report.bad_losses, "micro-batch", "es")
                 self._telemetry.warn(
-                    f"the loss of step {index.global_step} was not finite in {passes}, so the step was skipped. "
-                    "That is no overflow of the loss scale: check the samples for NaN and infinity, or lower "
-                    "optim.lr. Further steps are counted."
+                    f"the loss of step {index.global_step} was not finite in {passes}, so the step was "
+                    "skipped. That is no overflow of the loss scale: check the samples for NaN and infinity, "
+                    "or lower optim.lr. Further steps are counted."
                 )
 
     def _report_outlier(self, index: StepIndex, report: StepReport) -> None:
@@ -60,9 +60,9 @@ class OverflowLogger(Callback):
         )
         if count == 1:
             self._telemetry.warn(
-                f"step {index.global_step} was skipped as an outlier: its loss {loss:.4g} or its gradient norm "
-                f"{norm:.4g} lies more than precision.skip_outliers={self._limit:g} deviations above the "
-                "mean of the steps before. Further outliers are counted."
+                f"step {index.global_step} was skipped as an outlier: its loss {loss:.4g} or its gradient "
+                f"norm {norm:.4g} lies more than precision.skip_outliers={self._limit:g} deviations above "
+                "the mean of the steps before. Further outliers are counted."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class TerminateOnNonFinite(Callback):
             return
         if report.count == 0:
             raise DataError(
-                f"step {index.global_step} had no sample that carries loss on any rank. Each step needs at least "
-                "one: check the data and its labels."
+                f"step {index.global_step} had no sample that carries loss on any rank. Each step needs at "
+                "least one: check the data and its labels."
             )
         self._refuse_bad_losses(index, report)
         if report.skips_at_min_scale >= self.limits.max_skips_at_min_scale:
@@ -71,14 +71,14 @@ class TerminateOnNonFinite(Callback):
             )
         if not counters["applied_steps"]:
             raise DivergedError(
-                f"none of {index.global_step} steps was applied, because every gradient overflowed, {outcome}. "
-                "Lower precision.loss_scale.init_scale, or train for more steps."
+                f"none of {index.global_step} steps was applied, because every gradient overflowed, "
+                f"{outcome}. Lower precision.loss_scale.init_scale, or train for more steps."
                 f"{self._evidence_of_last()}"
             )
         if not math.isfinite(held_out_loss):
             raise DivergedError(
-                f"the loss on the held-out set is {held_out_loss} after the last of {index.global_step} steps, "
-                f"{outcome}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
+                f"the loss on the held-out set is {held_out_loss} after the last of {index.global_step} "
+                f"steps, {outcome}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
             )
 
     def _refuse_bad_losses(self, index: StepIndex, report: StepReport) -> None:
