@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.tensors import mapped
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.errors import ConfigError
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -41,7 +41,7 @@ def sha256_of(file: Path, expected: str | None) -> str:
             content.seek(0)
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        advice = f"Give a safetensors file; of a run `{program()} export RUN FILE` writes one"
+        advice = f"Give a safetensors file; of a run `{command_name()} export RUN FILE` writes one"
         raise ConfigError(f"{file.name} cannot be read: {error.strerror}. {advice}.") from None
     if expected is not None and digest != expected:
         raise ConfigError(

@@ -10,7 +10,7 @@ import dataclasses
 from contextlib import suppress
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.errors import DIVERGED, ConfigError
 from launcher.launch.config_broadcast import ConfigBroadcast
 
@@ -46,7 +46,7 @@ def as_sweep(arguments: Arguments) -> Arguments:
         varied = {each.key: each for each in space_of(arguments.positionals).dimensions}
         if "precision" not in varied or len(set(varied["precision"].representative_values)) < 2:
             rule = "give two precisions or more. The others are compared with the first"
-            example = f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
+            example = f"{command_name()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
             raise ConfigError(f"compare: {rule}: {example}")
         if others := varied.keys() - VARIED:
             rule = "only precision and seed may have several values"

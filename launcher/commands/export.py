@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.errors import ConfigError
 from launcher.launch.config_broadcast import ConfigBroadcast
 
@@ -32,7 +32,7 @@ def export_weights(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     from launcher.checkpoint.export import export, with_model_folder
 
     if len(arguments.positionals) != 2:
-        usage = f"{program()} export outputs/<recipe>/<run> weights.safetensors"
+        usage = f"{command_name()} export outputs/<recipe>/<run> weights.safetensors"
         raise ConfigError(f"export: give a run and a file: {usage} [--dtype fp16] [--best] [--no-ema]")
     run_dir, file = map(Path, arguments.positionals)
     if file.suffix in OTHER_FORMATS and not file.is_dir():

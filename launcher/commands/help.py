@@ -22,7 +22,7 @@ from launcher.commands.report import write_reports
 from launcher.commands.run import run_sweep_job
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
-from launcher.config.messages import program, show, tool
+from launcher.config.messages import command_name, show, tool
 from launcher.errors import escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 
@@ -50,7 +50,7 @@ Flags, before or after the keys:
 
 def help_text(directories: Sequence[Path], command: str = "train") -> str:
     """The page of a command, which is its docstring; that of training lists all commands and choices."""
-    name = program()
+    name = command_name()
     if command in COMMANDS:
         words, summary, page = parts_of(COMMANDS[command])
         return f"{name} {words}\n{summary[0].upper()}{summary[1:]}.\n\n{page.format(program=name)}\n"

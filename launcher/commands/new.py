@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.errors import ConfigError
 from launcher.launch.config_broadcast import ConfigBroadcast
 
@@ -51,7 +51,7 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     Example: {program} new mine
     """
     if len(arguments.positionals) != 1:
-        raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
+        raise ConfigError(f"new: give the name of your recipe: {command_name()} new mine")
     (name,) = arguments.positionals
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"new {name}: it becomes the name of a function: letters, digits and '_'.")
@@ -65,4 +65,4 @@ def write_recipe(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     except FileExistsError as error:
         raise ConfigError(f"new {name}: {file} exists already. Choose another name.") from error
     print(file)
-    print(f"train it: {program()} recipe={file} {OPTIMIZER}")
+    print(f"train it: {command_name()} recipe={file} {OPTIMIZER}")

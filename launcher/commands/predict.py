@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.errors import ConfigError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 from launcher.run_dir.atomic import read_json
@@ -36,7 +36,7 @@ def predict(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
 
     if len(arguments.positionals) < 2:
         raise ConfigError(
-            f"predict: give a run and files: {program()} predict outputs/<recipe>/<run> FILE..."
+            f"predict: give a run and files: {command_name()} predict outputs/<recipe>/<run> FILE..."
         )
     directory, *files = map(Path, arguments.positionals)
     is_run = (directory / MODEL / FACTS).is_file()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import program, shortened
+from launcher.config.messages import command_name, shortened
 from launcher.errors import ConfigError, escaped
 from launcher.launch.config_broadcast import ConfigBroadcast
 
@@ -39,7 +39,9 @@ def write_reports(arguments: Arguments, broadcast: ConfigBroadcast) -> None:
     from launcher.run_dir.records import REPORT
 
     if not arguments.positionals:
-        raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")
+        raise ConfigError(
+            f"report: which run? Give its directory: {command_name()} report outputs/<recipe>/<run>"
+        )
     directories = [checked("report", word) for word in dict.fromkeys(arguments.positionals)]
     sweeps = [directory for directory in directories if is_sweep(directory)]
     runs = [Run.read(directory) for directory in run_directories(directories)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import JobFailed
 from launcher.errors import (
@@ -79,7 +79,9 @@ def run_sweep_job(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     from launcher.sweep.state import record_job
 
     if len(arguments.positionals) != 1:
-        raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
+        raise ConfigError(
+            f"job: give the folder of one job: {command_name()} job multirun/<recipe>/<sweep>/<job>"
+        )
     directory = Path(arguments.positionals[0])
     try:
         return run_in(directory, broadcast, "To resume: the same command.")

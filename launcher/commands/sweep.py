@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher import errors
 from launcher.commands.run import run_in, run_worker
 from launcher.config.composition import Request
-from launcher.config.messages import directory_override, program
+from launcher.config.messages import command_name, directory_override
 from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import TO_RESUME, counted
@@ -46,7 +46,7 @@ def run_sweep(
     settings, in_place = configs[0].sweep, broadcast.launch.has_external_launcher
     searches = settings.name != "grid"
     if in_place and (searches or settings.prune != "none"):
-        how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
+        how = f"Start it without torchrun: {command_name()} -m ... launch.nproc=N."
         raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")
     if not searches and settings.stop.max_trials is not None:
         advice = "List fewer values, or draw them at random: sweep=random."
@@ -84,7 +84,9 @@ def run_sweep(
         if searches:
             findings = (*findings, errors.DIVERGED)  # it says of a point of the space what others say
         if not alone:
-            say(f"sweep: to follow the jobs: {program()} watch {shlex.quote(str(directory))}", sys.stdout)
+            say(
+                f"sweep: to follow the jobs: {command_name()} watch {shlex.quote(str(directory))}", sys.stdout
+            )
         with launcher:
             scheduler.run()
         done = sum(job.state == JobState.DONE for job in record.jobs)
@@ -182,7 +184,7 @@ def say_stopped(again: str, lost_a_rank: bool) -> None:
     """How to continue. The same command would begin with the job in which a rank was lost, and end again."""
     if lost_a_rank:
         how = "a rank failed alone, and the others have lost it: these processes run no further job. "
-        how += f"To run the rest, each job on processes of its own: {program()} -m {again}"
+        how += f"To run the rest, each job on processes of its own: {command_name()} -m {again}"
     else:
         how = f"stopped. {TO_RESUME} {again}: it continues with the jobs that are not done"
     write(f"sweep: {how}\n", sys.stderr)

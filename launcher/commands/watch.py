@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.report import checked
-from launcher.config.messages import install_line, program
+from launcher.config.messages import command_name, install_line
 from launcher.errors import ConfigError
 from launcher.launch.config_broadcast import ConfigBroadcast
 
@@ -47,7 +47,7 @@ def watch(arguments: Arguments, broadcast: ConfigBroadcast) -> int:
     from launcher.report.watching import RunView, SweepView
 
     if len(arguments.positionals) != 1:
-        raise ConfigError(f"watch: give one run or sweep: {program()} watch outputs/<recipe>/<run>")
+        raise ConfigError(f"watch: give one run or sweep: {command_name()} watch outputs/<recipe>/<run>")
     directory = checked("watch", arguments.positionals[0])
     live = sys.stdout.isatty() and find_spec("rich") is not None
     if sys.stdout.isatty() and not live:

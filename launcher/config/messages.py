@@ -23,7 +23,7 @@ UNQUOTED = re.compile(
 )
 
 
-def program() -> str:
+def command_name() -> str:
     """How this program was called, for the commands in messages: `scripts/run`, `python -m launcher`."""
     if typed := os.environ.get(COMMAND):
         return shlex.quote(typed)
@@ -32,7 +32,7 @@ def program() -> str:
 
 def tool(name: str) -> str:
     """The command that runs another program of the environment: `scripts/run wandb`, or `wandb`."""
-    return f"{program()} {name}" if os.environ.get(COMMAND) else name
+    return f"{command_name()} {name}" if os.environ.get(COMMAND) else name
 
 
 def install_line(*packages: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import NODE, LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
@@ -97,7 +97,7 @@ def check_all_nodes_started(wish: LaunchConfig, launch: LaunchEnv, environ: Mapp
         if said.isdecimal() and int(said) > here:
             raise PreflightError(
                 f"{key}={said} in the environment says that there are more, but this one would train "
-                f"alone. Start one on each machine: {program()} ... {USAGE}, or torchrun with --nnodes. "
+                f"alone. Start one on each machine: {command_name()} ... {USAGE}, or torchrun with --nnodes. "
                 "To train on one machine all the same, give launch.nnodes=1."
             )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import natural_order
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.report.precision_comparison import markdown_page
 from launcher.report.reading import json_of
 from launcher.report.run import MARKS, Run, is_run
@@ -120,7 +120,7 @@ def command_of(group: RunGroup, flags: Sequence[str]) -> str:
         for key, value in group.runs[0].overrides.items()
         if key != REPEATED and not key.startswith("sweep.")
     ]
-    return f"{program()} {shlex.join([*flags, *given])}"
+    return f"{command_name()} {shlex.join([*flags, *given])}"
 
 
 def as_csv(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> str:

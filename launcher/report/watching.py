@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher.config.messages import directory_override, program
+from launcher.config.messages import command_name, directory_override
 from launcher.errors import PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, job_directories, jobs_of
 from launcher.report.event_history import HistoryReader
@@ -166,7 +166,7 @@ def rest_of_sweep(directory: Path, views: Mapping[str, RunView]) -> list[str]:
         return []
     return [
         f"{counted(len(jobs), 'job')} planned, {len(left)} left: {printable(listed(left, SHOWN_JOBS))}",
-        printable(f"to continue: {program()} -m {directory_override('sweep.resume', directory)}"),
+        printable(f"to continue: {command_name()} -m {directory_override('sweep.resume', directory)}"),
     ]
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
 from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.checkpoint.run_state import RunExtras, TrainProgress
-from launcher.config.messages import program
+from launcher.config.messages import command_name
 from launcher.distributed.collectives import all_gather_str
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
 from launcher.os.signals import is_preemption
@@ -113,7 +113,7 @@ class CheckpointCallback(Callback):
         """The error with which a run ends that was asked to, and is saved."""
         if pruned is not None:
             directory = self._checkpointer.directory.parent
-            of_sweep = f"{program()} job {shlex.quote(str(directory))}"
+            of_sweep = f"{command_name()} job {shlex.quote(str(directory))}"
             again = (
                 of_sweep
                 if (directory / JOB).exists()
