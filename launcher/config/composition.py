@@ -24,11 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from launcher.config.constraints import text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import quoted
 from launcher.config.overrides import CALL, credential_problem, texts
-from launcher.config.rules import text
-from launcher.config.schema import leaves, paths_of, rules, value_at
+from launcher.config.schema import constraints, leaves, paths_of, value_at
 from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
@@ -152,8 +152,8 @@ def resolved(config: DictConfig) -> Tree:
 
 def typed(path: str, value: object) -> object:
     """A variable's text as the type of its key: 3 is a number for seed, and a text for tracker.group."""
-    rule = rules().get(path)
-    if not isinstance(value, str) or (rule is not None and rule.holds(value)):
+    constraint = constraints().get(path)
+    if not isinstance(value, str) or (constraint is not None and constraint.is_valid(value)):
         return value
     found: object = {"null": None, "true": True, "false": False}.get(value.lower(), value)
     for kind in (float, int):
@@ -169,7 +169,7 @@ def make_paths_absolute(tree: Tree) -> Iterator[str]:
     """
     for key in PATH_KEYS:
         path = value_at(tree, key)
-        if not isinstance(path, str) or not text.holds(path):  # null, or a wrong value
+        if not isinstance(path, str) or not text.is_valid(path):  # null, or a wrong value
             continue
         if path not in WORDS.get(key, ()) and not is_hub_name(tree, key, path):
             section, _, name = key.partition(".")

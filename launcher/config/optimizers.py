@@ -1,6 +1,6 @@
 """The optimizers that `optim.name` chooses from: the keys of each, and its class.
 
-To add one: a line of OPTIMIZERS, a rule for a key that is new, and conf/optim/NAME.yaml. Never imports torch:
+To add one: a line of OPTIMIZERS, the constraint of a new key, and conf/optim/NAME.yaml. Never imports torch:
 classes are named here, and imported where a run is built. Also owns what optim.groups may hold, a list of
 mappings with patterns of parameter names; which match is known once there is a model.
 """
@@ -12,18 +12,26 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from launcher.config import rules as value_rules
+from launcher.config import constraints as must_be
 from launcher.config.codec import FLAT
+from launcher.config.constraints import (
+    Constraint,
+    Name,
+    NotNegative,
+    Positive,
+    Rate,
+    constraint_of,
+    value_problem,
+)
 from launcher.config.messages import show, unknown_key
-from launcher.config.rules import Name, NotNegative, Positive, Rate, Rule
 
 GROUPS = "optim.groups"
 GROUPS_EXAMPLE = '[{match:"*.bias",weight_decay:0}]'
-_texts = value_rules.list_of(value_rules.text, "a list of strings")
-_text_or_texts = value_rules.either(value_rules.text, _texts)
-_patterns = Rule(
+_texts = must_be.list_of(must_be.text, "a list of strings")
+_text_or_texts = must_be.either(must_be.text, _texts)
+_patterns = Constraint(
     'a pattern of parameter names such as "*.bias", or a list of patterns',
-    lambda value: value != [] and _text_or_texts.holds(value),
+    lambda value: value != [] and _text_or_texts.is_valid(value),
 )
 Patterns = Annotated[tuple[str, ...], _patterns]
 
@@ -38,7 +46,7 @@ class GroupConfig:
     frozen: bool = False
 
 
-_groups = Rule(
+_groups = Constraint(
     f"a list of groups, for example {GROUPS_EXAMPLE}", lambda value: isinstance(value, list | tuple)
 )
 Groups = Annotated[tuple[GroupConfig, ...], _groups]
@@ -61,14 +69,14 @@ class OptimConfig:
         return float(self.options.get("weight_decay", 0.0))
 
 
-_shares = value_rules.list_of(value_rules.share, "two numbers from 0 to below 1")
-OPTION_RULES: Mapping[str, Rule] = {  # of the keys of the built-in optimizers
-    "weight_decay": value_rules.rule_of(NotNegative),
-    "momentum": value_rules.share,
-    "nesterov": value_rules.flag,
-    "betas": Rule(_shares.text, lambda value: _shares.holds(value) and len(value) == 2),
-    "eps": value_rules.rule_of(Positive),
-    "alpha": value_rules.share,
+_shares = must_be.list_of(must_be.share, "two numbers from 0 to below 1")
+OPTION_CONSTRAINTS: Mapping[str, Constraint] = {  # of the keys of the built-in optimizers
+    "weight_decay": constraint_of(NotNegative),
+    "momentum": must_be.share,
+    "nesterov": must_be.flag,
+    "betas": Constraint(_shares.text, lambda value: _shares.is_valid(value) and len(value) == 2),
+    "eps": constraint_of(Positive),
+    "alpha": must_be.share,
 }
 
 
@@ -110,9 +118,9 @@ def is_fused(name: str) -> bool:
 
 
 @cache
-def group_rules() -> Mapping[str, Rule]:
+def group_constraints() -> Mapping[str, Constraint]:
     kinds = get_type_hints(GroupConfig, include_extras=True)
-    return {key: value_rules.rule_of(kind) for key, kind in kinds.items()}
+    return {key: constraint_of(kind) for key, kind in kinds.items()}
 
 
 def group_problems(value: object) -> Iterator[str]:
@@ -120,14 +128,14 @@ def group_problems(value: object) -> Iterator[str]:
     for number, group in enumerate(value if isinstance(value, list | tuple) else ()):
         path = f"{GROUPS}[{number}]"
         if not isinstance(group, Mapping):
-            yield f"{path}={show(group)}: must be a mapping with the keys {', '.join(group_rules())}."
+            yield f"{path}={show(group)}: must be a mapping with the keys {', '.join(group_constraints())}."
             continue
         for key, item in group.items():
-            if key not in group_rules():
-                unknown = unknown_key(f"{path}.{key}", str(key), group_rules())
-                yield f"{unknown} A group has {', '.join(group_rules())}."
-            elif not group_rules()[key].holds(item):
-                yield value_rules.value_problem(f"{path}.{key}", item, group_rules()[key])
+            if key not in group_constraints():
+                unknown = unknown_key(f"{path}.{key}", str(key), group_constraints())
+                yield f"{unknown} A group has {', '.join(group_constraints())}."
+            elif not group_constraints()[key].is_valid(item):
+                yield value_problem(f"{path}.{key}", item, group_constraints()[key])
         if "match" not in group:
             missing = "the key match is missing: patterns of parameter names"
             yield f"{path}: {missing}, for example {GROUPS_EXAMPLE}."

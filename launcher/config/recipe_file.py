@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from launcher.config.constraints import Constraint, either, flag, is_number, null, string, whole
 from launcher.config.messages import literal, nearest, suggestion
-from launcher.config.rules import Rule, either, flag, is_number, null, string, whole
 from launcher.errors import ConfigError, first_line
 
 SUFFIX = ".py"
@@ -22,19 +22,19 @@ KEY = "recipe"
 EMPTY_GROUPS = ("model", "data")  # a file brings its own, unless the command chooses them
 FIELDS = ("name", "uses")  # of the config's section that no option can be
 LOWEST = -(2**53)
-RULES: Mapping[str, Rule] = {  # of an option, by the name of its type
-    "int": Rule("a whole number", whole(LOWEST).holds),
-    "float": Rule("a number", is_number),
+CONSTRAINTS: Mapping[str, Constraint] = {  # of an option, by the name of its type
+    "int": Constraint("a whole number", whole(LOWEST).is_valid),
+    "float": Constraint("a number", is_number),
     "bool": flag,
     "str": string("a string without NUL characters", lambda value: "\0" not in value),
     "None": null,
 }
-ANY = Rule("a value of YAML", lambda value: True)  # of a type that is none of these
+ANY = Constraint("a value of YAML", lambda value: True)  # of a type that is none of these
 
 
 @dataclass(frozen=True)
 class RecipeFunction:
-    """A function under @recipe: its name, and the default and the rule of each option.
+    """A function under @recipe: its name, and the default and the constraint of each option.
 
     `arguments` are the names of all options, also of those whose default is an expression; None: any name.
     """
@@ -42,7 +42,7 @@ class RecipeFunction:
     name: str
     arguments: frozenset[str] | None
     defaults: Mapping[str, object]
-    rules: Mapping[str, Rule]
+    constraints: Mapping[str, Constraint]
 
 
 def is_recipe_file(choice: object) -> bool:
@@ -178,7 +178,7 @@ def _function(node: ast.FunctionDef, name: str) -> RecipeFunction:
         *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
     ]
     defaults: dict[str, object] = {}
-    rules: dict[str, Rule] = {}
+    constraints: dict[str, Constraint] = {}
     for argument, default in pairs:
         if default is None:
             continue
@@ -191,16 +191,16 @@ def _function(node: ast.FunctionDef, name: str) -> RecipeFunction:
             defaults[argument.arg] = ast.literal_eval(default)
         except ValueError:
             continue  # an expression: it has its value in the function, and is no key of the config
-        rules[argument.arg] = _rule(argument.annotation, defaults[argument.arg])
+        constraints[argument.arg] = _constraint(argument.annotation, defaults[argument.arg])
     names = frozenset(each.arg for each in (*positional[1:], *node.args.kwonlyargs))
-    return RecipeFunction(name, None if node.args.kwarg else names, defaults, rules)
+    return RecipeFunction(name, None if node.args.kwarg else names, defaults, constraints)
 
 
-def _rule(annotation: ast.expr | None, default: object) -> Rule:
-    """The rule of an option: of its annotation, and without one of its default."""
+def _constraint(annotation: ast.expr | None, default: object) -> Constraint:
+    """The constraint of an option: of its annotation, and without one of its default."""
     if annotation is None:
-        return RULES.get(type(default).__name__, ANY)
+        return CONSTRAINTS.get(type(default).__name__, ANY)
     members = [each.strip() for each in ast.unparse(annotation).strip("'\"").split("|")]
-    if all(member in RULES for member in members):
-        return either(*(RULES[member] for member in members))
+    if all(member in CONSTRAINTS for member in members):
+        return either(*(CONSTRAINTS[member] for member in members))
     return ANY

@@ -21,11 +21,11 @@ from launcher.config import composition, recipe_file, validation
 from launcher.config import messages as texts
 from launcher.config import overrides as checks
 from launcher.config.composition import Composer, Request, parsed
+from launcher.config.constraints import value_problem
 from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE
 from launcher.config.other_keys import advice_for
 from launcher.config.overrides import MOST_JOBS, value_of
-from launcher.config.rules import value_problem
 from launcher.config.schema import Config, RecipeConfig, options_of, paths_of, value_at
 from launcher.config.search_space import Interval, Space
 from launcher.errors import ConfigError, first_line
@@ -224,5 +224,5 @@ def recipe_problems(recipe: Mapping[str, object], own: object) -> Iterator[str]:
             if function.arguments is not None and name not in function.arguments:
                 what = f"recipe.{name} (an option of {function.name})"
                 yield texts.unknown_name(what, name, sorted(function.arguments))
-            elif name in function.rules and not function.rules[name].holds(value):
-                yield value_problem(f"recipe.{name}", value, function.rules[name])
+            elif name in function.constraints and not function.constraints[name].is_valid(value):
+                yield value_problem(f"recipe.{name}", value, function.constraints[name])

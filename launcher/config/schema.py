@@ -1,8 +1,8 @@
-"""The typed config of a run: each key with the type that is also its rule.
+"""The typed config of a run: each key with the type that is also its constraint.
 
 Owns the keys of a config, its JSON form, and walks over its keys. What a key means stands in conf/, where
-users read it. Kinds of rules are in `rules`, relations between keys in `validation`. Never imports torch or
-Hydra.
+users read it. What values must be is in `constraints`, relations between keys in `validation`.
+Never imports torch or Hydra.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
-from launcher.config import rules as value_rules
+from launcher.config import constraints as must_be
 from launcher.config.codec import FLAT, decoded, encoded
-from launcher.config.optimizers import OPTION_RULES, OptimConfig
-from launcher.config.rules import Name, NotNegative, Positive, Rule, Share
+from launcher.config.constraints import Constraint, Name, NotNegative, Positive, Share, constraint_of
+from launcher.config.optimizers import OPTION_CONSTRAINTS, OptimConfig
 
 Auto = Literal["auto"]
-Text = Annotated[str, value_rules.text]
-Texts = Annotated[tuple[str, ...], value_rules.list_of(value_rules.text, "a list of strings")]
-Sha256 = Annotated[str, value_rules.matching("a SHA-256 of 64 hexadecimal digits", r"[0-9a-f]{64}")]
-_wandb_name = value_rules.string(
+Text = Annotated[str, must_be.text]
+Texts = Annotated[tuple[str, ...], must_be.list_of(must_be.text, "a list of strings")]
+Sha256 = Annotated[str, must_be.matching("a SHA-256 of 64 hexadecimal digits", r"[0-9a-f]{64}")]
+_wandb_name = must_be.string(
     "a string of at most 128 characters without / \\ # ? % : and spaces around it",
     lambda value: 0 < len(value) <= 128 and value == value.strip() and not set(value) & set("/\\#?%:\0"),
 )
 WandbName = Annotated[str, _wandb_name]
-Trackers = Annotated[str | list[str], value_rules.trackers]
-Count = Annotated[int, value_rules.whole(1)]
-CountOrZero = Annotated[int, value_rules.whole(0)]
-Endpoint = Annotated[str, value_rules.matching("HOST:PORT", r"\S+:\d{1,5}")]
+Trackers = Annotated[str | list[str], must_be.trackers]
+Count = Annotated[int, must_be.whole(1)]
+CountOrZero = Annotated[int, must_be.whole(0)]
+Endpoint = Annotated[str, must_be.matching("HOST:PORT", r"\S+:\d{1,5}")]
 # Timers cannot wait longer than 1e9 s.
-Seconds = Annotated[float, value_rules.number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)]
-LossScale = Annotated[int, value_rules.power_of_two(2**127)]  # the largest in fp32
+Seconds = Annotated[float, must_be.number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)]
+LossScale = Annotated[int, must_be.power_of_two(2**127)]  # the largest in fp32
 # More would round even the largest fp16 gradients to zero.
-PredivideFactor = Annotated[int, value_rules.power_of_two(2**16)]
+PredivideFactor = Annotated[int, must_be.power_of_two(2**16)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RecipeConfig:
 class RunConfig:
     """`dir` is null in YAML, and an empty string here, until rank 0 has chosen a directory."""
 
-    dir: Annotated[str, value_rules.either(value_rules.null, value_rules.text)]
+    dir: Annotated[str, must_be.either(must_be.null, must_be.text)]
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,9 @@ class DataConfig:
     path: Text | None
     batch_size: Count
     micro_batch_size: Auto | Count | None
-    share: Annotated[
-        str | list[float], value_rules.either(value_rules.one_of("equal", "auto"), value_rules.shares)
-    ]
+    share: Annotated[str | list[float], must_be.either(must_be.one_of("equal", "auto"), must_be.shares)]
     val_fraction: Share
-    num_workers: Auto | Annotated[int, value_rules.whole(0, 1024)]
+    num_workers: Auto | Annotated[int, must_be.whole(0, 1024)]
     max_bad_samples: CountOrZero
     drop_last: bool
     augment: AugmentConfig
@@ -139,7 +137,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class ReduceLROnPlateauConfig:
-    factor: Annotated[float, value_rules.number("above 0 and below 1", lambda value: 0 < value < 1)] | None
+    factor: Annotated[float, must_be.number("above 0 and below 1", lambda value: 0 < value < 1)] | None
     patience: CountOrZero
     threshold: Share
     metric: Text | None
@@ -159,7 +157,7 @@ class PrecisionConfig:
     fp32_fallback: bool
     max_fp32_fallbacks: Count
     skip_outliers: Positive | None
-    outlier_window: Annotated[int, value_rules.whole(8)]
+    outlier_window: Annotated[int, must_be.whole(8)]
     loss_scale: LossScaleConfig
 
 
@@ -252,7 +250,7 @@ class RecipesConfig:
 class Config:
     """The whole config of a run after all checks, one field per group of `conf/`."""
 
-    seed: Annotated[int, value_rules.whole(0, 2**63 - 1)]
+    seed: Annotated[int, must_be.whole(0, 2**63 - 1)]
     recipe: RecipeConfig
     run: RunConfig
     model: ModelConfig
@@ -285,7 +283,7 @@ def from_dict(values: Mapping[str, object]) -> Config:
 
 @cache
 def types_of(kind: Any) -> dict[str, object]:
-    """The type of each key of a section, with its rule. Evaluating its text takes 0.1 ms."""
+    """The type of each key of a section, with its constraint. Evaluating its text takes 0.1 ms."""
     types = get_type_hints(kind, include_extras=True)
     return {each.name: types[each.name] for each in fields(kind) if "flat" not in each.metadata}
 
@@ -301,18 +299,18 @@ def options_of(section: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 @cache
-def rules() -> Mapping[str, Rule]:
-    """The rule of each key, by its dotted path; those of all built-in optimizers."""
-    of_optimizers = {f"optim.{key}": rule for key, rule in OPTION_RULES.items()}
-    return dict(_rules(types_of(Config), "")) | of_optimizers
+def constraints() -> Mapping[str, Constraint]:
+    """The constraint of each key, by its dotted path; those of all built-in optimizers."""
+    of_optimizers = {f"optim.{key}": each for key, each in OPTION_CONSTRAINTS.items()}
+    return dict(_constraints(types_of(Config), "")) | of_optimizers
 
 
-def _rules(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Rule]]:
+def _constraints(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Constraint]]:
     for key, kind in kinds.items():
         if is_dataclass(kind):
-            yield from _rules(types_of(kinds[key]), f"{prefix}{key}.")
+            yield from _constraints(types_of(kinds[key]), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value_rules.rule_of(kind)
+            yield f"{prefix}{key}", constraint_of(kind)
 
 
 def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

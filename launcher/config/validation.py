@@ -11,23 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+from launcher.config.constraints import OUTLIER_WINDOW, value_problem
 from launcher.config.messages import show, summary, unknown_key
 from launcher.config.optimizers import (
     OPTIMIZERS,
-    OPTION_RULES,
+    OPTION_CONSTRAINTS,
     OptimConfig,
     completed,
     group_problems,
     is_fused,
 )
-from launcher.config.rules import OUTLIER_WINDOW, value_problem
 from launcher.config.schema import (
     DEFAULT_EPOCHS,
     Config,
+    constraints,
     from_dict,
     has_options,
     options_of,
-    rules,
     types_of,
     value_at,
 )
@@ -58,14 +58,14 @@ def find_problems(tree: Mapping[str, Any]) -> list[str]:
     """One line per missing, unknown or wrong key of a tree."""
     if wrong_keys := list(key_problems(tree, types_of(Config), "")):
         return wrong_keys
-    optim, skipped = tree["optim"], {f"optim.{key}" for key in OPTION_RULES}
+    optim, skipped = tree["optim"], {f"optim.{key}" for key in OPTION_CONSTRAINTS}
     if (built_in := OPTIMIZERS.get(str(optim["name"]))) is not None:  # another one checks its options
         options, known = options_of(optim, OptimConfig), dict.fromkeys(built_in.keys)
         if wrong_keys := list(key_problems(options, known, "optim.")):
             return wrong_keys
         skipped -= {f"optim.{key}" for key in known}
-    values = ((path, value_at(tree, path), rule) for path, rule in rules().items() if path not in skipped)
-    wrong = [value_problem(path, value, rule) for path, value, rule in values if not rule.holds(value)]
+    values = ((path, value_at(tree, path), its) for path, its in constraints().items() if path not in skipped)
+    wrong = [value_problem(path, value, its) for path, value, its in values if not its.is_valid(value)]
     return [*wrong, *group_problems(optim["groups"])]
 
 

@@ -1,6 +1,7 @@
 """The keys of `data` that a data set has beside those of all sets: a dataclass with a field for each of them.
 
-The type of a field has the rule of its values, as in launcher.config.schema. Its default is that of the key.
+The type of a field has the constraint of its values, as in launcher.config.schema. Its default is
+that of the key.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, TypeVar, get_type_hints
 
+from launcher.config.constraints import Constraint, constraint_of, string, whole
 from launcher.config.messages import nearest, suggestion
-from launcher.config.rules import Rule, rule_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.errors import ConfigError
 
@@ -18,7 +19,8 @@ Options = TypeVar("Options")
 filled = string("a text", lambda value: value.strip() != "")
 Text = Annotated[str, filled]
 Count = Annotated[int, whole(1)]
-Cache = Annotated[str, Rule("none, auto, or a folder", filled.holds)]  # data.cache of every set that has one
+# data.cache of every set that has one
+Cache = Annotated[str, Constraint("none, auto, or a folder", filled.is_valid)]
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,18 @@ class NoOptions:
 
 def options_of(config: DataConfig, kind: type[Options]) -> Options:
     """The options of a data set, an object of the dataclass `kind`. Raises ConfigError for invalid ones."""
-    rules = {name: rule_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    hints = get_type_hints(kind, include_extras=True)
+    constraints = {name: constraint_of(hint) for name, hint in hints.items()}
     for name, value in config.options.items():
-        if name not in rules:
-            others = f"It has {', '.join(rules)}." if rules else "It has no options."
+        if name not in constraints:
+            others = f"It has {', '.join(constraints)}." if constraints else "It has no options."
             raise ConfigError(
-                f"data.{name} is not an option of data={config.name}.{suggestion(nearest(name, rules))} "
+                f"data.{name} is not an option of data={config.name}.{suggestion(nearest(name, hints))} "
                 f"{others}"
             )
-        if not rules[name].holds(value):
+        if not constraints[name].is_valid(value):
             # As Python writes it: a number in quotes is a text.
-            raise ConfigError(f"data.{name}={value!r}: must be {rules[name].text}.")
+            raise ConfigError(f"data.{name}={value!r}: must be {constraints[name].text}.")
     return kind(**config.options)
 
 

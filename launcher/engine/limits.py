@@ -1,6 +1,7 @@
 """Validation rules for the numbers that the engine receives from a config or a user's training loop.
 
-Owns the rules and the error that they raise. `launcher.config.rules` applies the same rules to config keys.
+Owns the rules and the error that they raise. `launcher.config.constraints` applies the same rules
+to config keys.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class ArgumentRule:
     """`text` completes "it must be ..."."""
 
     text: str
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
 
     def require(self, name: str, value: object) -> None:
         """Raise UnusableError unless `value`, given as `name`, satisfies this rule."""
-        if not self.holds(value):
+        if not self.is_valid(value):
             raise UnusableError(f"{name}={value!r}: it must be {self.text}.")
 
 
@@ -72,8 +73,8 @@ def one_of(*choices: object) -> ArgumentRule:
     return ArgumentRule(f"one of {', '.join(map(str, choices))}", choices.__contains__)
 
 
-def number(text: str, holds: Callable[[float], bool]) -> ArgumentRule:
-    return ArgumentRule(f"a finite number {text}", lambda value: is_number(value) and holds(value))
+def number(text: str, is_valid: Callable[[float], bool]) -> ArgumentRule:
+    return ArgumentRule(f"a finite number {text}", lambda value: is_number(value) and is_valid(value))
 
 
 def power_of_two(high: int) -> ArgumentRule:
@@ -97,7 +98,7 @@ window = ArgumentRule(  # of fewer steps a standard deviation says little
 )
 two_shares = ArgumentRule(
     "two numbers from 0 to below 1",
-    lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(share.holds, value)),
+    lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(share.is_valid, value)),
 )
 flag = ArgumentRule("True or False", lambda value: isinstance(value, bool))
 loss_scale = power_of_two(LARGEST_SCALE)

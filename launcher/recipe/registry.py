@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from launcher.config.constraints import SCHEDULES
 from launcher.config.groups import recipes_dir
 from launcher.config.messages import unknown_name
 from launcher.config.optimizers import OPTIMIZERS
-from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.checks import checked

@@ -13,12 +13,12 @@ import pytest
 from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_values, conf_dir, group_choices
 from launcher.config.resolve import compose_one
-from launcher.config.schema import paths_of, rules
+from launcher.config.schema import constraints, paths_of
 from tests.config.test_composition import CHOICES
 
 ROOT = Path(__file__).parents[2]
 WORD = re.compile(rf"(?<![\w.{{/])((?:{'|'.join([*CHOICES, 'seed'])}|[a-z_]+(?:\.\w+)+)=[^\s,;:'\"`)]+)")
-SECTIONS = {path.partition(".")[0] for path in rules()}
+SECTIONS = {path.partition(".")[0] for path in constraints()}
 SAMPLES = {
     "N": "2",
     "K": "1",

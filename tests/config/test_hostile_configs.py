@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.config.constraints import value_problem
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.rules import value_problem
-from launcher.config.schema import rules
+from launcher.config.schema import constraints
 
 BASE = b"# @package _global_\nrecipe: {name: mine, uses: cnn}\n"
 
@@ -51,9 +51,9 @@ def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason) -> Non
 
 
 def test_a_whole_number_beyond_every_float_is_no_value_of_any_key() -> None:
-    for key, rule in rules().items():
-        assert not rule.holds(10**400), key
-        assert len(value_problem(key, 10**400, rule)) < 800
+    for key, constraint in constraints().items():
+        assert not constraint.is_valid(10**400), key
+        assert len(value_problem(key, 10**400, constraint)) < 800
 
 
 @pytest.mark.sampled(every=3)

@@ -1,4 +1,4 @@
-"""One table of numbers for the engine's constructors, and for the config's rules where a key exists."""
+"""One table of numbers for the engine's constructors, and for the config's constraints where a key exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.config.schema import rules
+from launcher.config.schema import constraints
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from tests.models import loss_sum, mlp
 
@@ -128,7 +128,7 @@ def test_the_engine_and_the_config_accept_and_refuse_the_same_numbers(name: str,
     build, key, accepted, _ = NUMBERS[name]
     valid = any(value is each for each in accepted)
     if key is not None:
-        assert rules()[key].holds(value) is valid
+        assert constraints()[key].is_valid(value) is valid
     if valid:
         build(value)
         return
@@ -142,8 +142,8 @@ def test_the_engine_and_the_config_accept_and_refuse_the_same_numbers(name: str,
     "key", ["launch.hang_timeout_s", "launch.grace_s", "launch.init_timeout_s", "checkpoint.every_s"]
 )
 def test_a_time_is_one_that_a_timer_can_wait_for(key: str) -> None:
-    assert rules()[key].holds(1e9)
-    assert not rules()[key].holds(1e10)
+    assert constraints()[key].is_valid(1e9)
+    assert not constraints()[key].is_valid(1e10)
     assert threading.TIMEOUT_MAX > 1e9
 
 

@@ -7,7 +7,7 @@ import pytest
 from launcher.config import other_keys
 from launcher.config.messages import unknown_key
 from launcher.config.resolve import Request, compose_jobs
-from launcher.config.schema import rules
+from launcher.config.schema import constraints
 from launcher.errors import ConfigError
 
 
@@ -38,9 +38,9 @@ def test_a_setting_of_sweeps_that_is_gone_is_not_asked_for_a_sweep(multirun):
 
 
 def test_a_renamed_key_has_the_name_of_one_that_there_is():
-    assert set(other_keys.RENAMED_KEYS.values()) <= rules().keys()
-    assert not other_keys.RENAMED_KEYS.keys() & rules().keys()
+    assert set(other_keys.RENAMED_KEYS.values()) <= constraints().keys()
+    assert not other_keys.RENAMED_KEYS.keys() & constraints().keys()
 
 
 def test_no_removed_key_is_one_that_there_is():
-    assert not other_keys.REMOVED_KEYS.keys() & rules().keys()
+    assert not other_keys.REMOVED_KEYS.keys() & constraints().keys()

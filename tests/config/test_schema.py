@@ -1,4 +1,4 @@
-"""Every key has a rule, every rule can refuse, and a config travels unchanged."""
+"""Every key has a constraint, every constraint can refuse, and a config travels unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from launcher.config.groups import choice_values, conf_dir
 from launcher.config.messages import nearest
-from launcher.config.optimizers import OPTIMIZERS, OPTION_RULES, OptimConfig
-from launcher.config.schema import Config, from_dict, paths_of, rules, to_dict, types_of
+from launcher.config.optimizers import OPTIMIZERS, OPTION_CONSTRAINTS, OptimConfig
+from launcher.config.schema import Config, constraints, from_dict, paths_of, to_dict, types_of
 from launcher.config.validation import parse
 from launcher.errors import ConfigError
 from tests.configs import composed
@@ -63,7 +63,7 @@ def described(file: Path) -> dict[str, bool]:
 def test_every_key_has_words_in_one_yaml() -> None:
     """In config.yaml; a key that it lacks in one file of its group. A choice's own name needs none."""
     primary = described(conf_dir() / "config.yaml")
-    keys = rules().keys()
+    keys = constraints().keys()
     assert {path for path in primary if not primary[path]} == set()
     assert primary.keys() <= keys
     for path in keys - primary.keys():
@@ -79,7 +79,7 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         assert keys - types_of(OptimConfig).keys() == set(optimizer.keys), name
     for group in ("schedule", "precision", "tracker"):
         for file in (conf_dir() / group).glob("*.yaml"):
-            assert {f"{group}.{key}" for key in described(file)} <= rules().keys()
+            assert {f"{group}.{key}" for key in described(file)} <= constraints().keys()
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         ({"trian": {"epochs": 1}}, "trian", "there is no such key. Nearest: "),
     ],
 )
-def test_what_is_wrong_is_named_with_its_rule(changes: dict[str, Any], key: str, words: str) -> None:
-    """`words` are of the rule; none where it is the key's own."""
+def test_what_is_wrong_is_named_with_its_constraint(changes: dict[str, Any], key: str, words: str) -> None:
+    """`words` are of the constraint; none where it is the key's own."""
     with pytest.raises(ConfigError) as caught:
         parse(changed(**changes))
     text = str(caught.value)
     assert text.startswith((f"{key}=", f"{key}: "))
-    assert (words or f": must be {rules()[key].text}.") in text
+    assert (words or f": must be {constraints()[key].text}.") in text
     assert caught.value.exit_code == 2
 
 
@@ -176,10 +176,10 @@ def test_a_missing_key_is_named() -> None:
     assert str(caught.value).startswith("ddp.overlap: the key is missing")
 
 
-@pytest.mark.parametrize("path", sorted(rules()))
-def test_every_rule_refuses_something(path: str) -> None:
+@pytest.mark.parametrize("path", sorted(constraints()))
+def test_every_constraint_refuses_something(path: str) -> None:
     wrong = object()
-    assert not rules()[path].holds(wrong)
+    assert not constraints()[path].is_valid(wrong)
 
 
 scales = st.integers(0, 20).map(lambda exponent: 2**exponent)
@@ -216,8 +216,8 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
     assert isinstance(config, Config)
     assert ("betas" in config.optim.options) is adamw
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    unused = {f"optim.{key}" for key in OPTION_RULES} - set(paths_of(to_dict(config)))
-    assert rules().keys() - set(paths_of(to_dict(config))) == unused
+    unused = {f"optim.{key}" for key in OPTION_CONSTRAINTS} - set(paths_of(to_dict(config)))
+    assert constraints().keys() - set(paths_of(to_dict(config))) == unused
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from launcher.config.rules import Rule, is_whole, number
+from launcher.config.constraints import Constraint, is_whole, number
 from launcher.data.images.cache import DecodedImages
 from launcher.data.images.image_file import center_crop, channels_first, cut, random_resized_crop, read_crop
 from launcher.data.images.image_index import ImageIndex
@@ -24,7 +24,8 @@ from launcher.data.options import Cache
 BASE_OVER_CROP = 256 / 224  # the usual resize before a centre crop
 
 Pixels = Annotated[
-    int, Rule("a whole number of 1 to 4096 pixels", lambda value: is_whole(value) and 1 <= value <= 4096)
+    int,
+    Constraint("a whole number of 1 to 4096 pixels", lambda value: is_whole(value) and 1 <= value <= 4096),
 ]
 Share = Annotated[float, number("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Sample = dict[str, Any]

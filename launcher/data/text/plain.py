@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher.config.rules import one_of, whole
+from launcher.config.constraints import one_of, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
 from launcher.data.options import Cache, Count, options_of

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.config.rules import Rule, list_of, string, whole
+from launcher.config.constraints import Constraint, list_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
 from launcher.data.options import Cache, Text, options_of
@@ -40,7 +40,7 @@ MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
 LANGUAGES_SHOWN = 12  # in an error
 text = string("a text", lambda value: True)
 Texts = Annotated[str, text] | Annotated[Sequence[str], list_of(text, "a list of texts")]
-SAME_LABELS = Rule("a mapping of labels to labels", lambda value: isinstance(value, Mapping))
+SAME_LABELS = Constraint("a mapping of labels to labels", lambda value: isinstance(value, Mapping))
 
 
 @dataclass(frozen=True)

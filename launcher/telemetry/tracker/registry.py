@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from launcher.config.constraints import TRACKERS
 from launcher.config.messages import install_line, nearest, suggestion
-from launcher.config.rules import TRACKERS
 from launcher.config.schema import TrackerConfig
 from launcher.errors import ConfigError
 from launcher.telemetry.tracker.protocol import Tracker

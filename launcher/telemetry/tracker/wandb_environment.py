@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.config.schema import Config, rules
+from launcher.config.schema import Config, constraints
 from launcher.errors import ConfigError
 from launcher.run_dir.claim import DEFAULT_ROOT
 from launcher.telemetry.tracker.wandb_agent import sweep_of_agent
@@ -82,7 +82,7 @@ def _given(key: str, overrides: Sequence[str]) -> bool:
 
 def _value(key: str, variable: str, text: str) -> Any:
     value = tuple(tag.strip() for tag in text.split(",") if tag.strip()) if key == "tags" else text
-    rule = rules()[f"tracker.{key}"]
-    if not rule.holds(value):
-        raise ConfigError(f"{variable}={text} in the environment: must be {rule.text}.")
+    constraint = constraints()[f"tracker.{key}"]
+    if not constraint.is_valid(value):
+        raise ConfigError(f"{variable}={text} in the environment: must be {constraint.text}.")
     return value

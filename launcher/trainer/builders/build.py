@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from launcher.config.constraints import SCHEDULES
 from launcher.config.optimizers import OPTIMIZERS, OptimConfig
-from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv

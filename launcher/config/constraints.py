@@ -1,6 +1,6 @@
-"""Kinds of rules for the values of keys, and the types with a rule that the fields of several modules have.
+"""What the values of keys must be, and the types with a constraint that the fields of several modules have.
 
-A type and its rule are one thing: `Annotated[int, whole(1)]`. `rule_of` gives the rule of any field's type.
+A type and its constraint are one thing: `Annotated[int, whole(1)]`. `constraint_of` gives that of any type.
 Pure; which key has which type is in `schema` and `optimizers`, relations between keys are in `validation`.
 """
 
@@ -21,47 +21,49 @@ OUTLIER_WINDOW = 128  # precision.outlier_window, by default
 
 
 @dataclass(frozen=True)
-class Rule:
+class Constraint:
     """`text` completes "must be ..."; `nearest` gives valid values like one that is not."""
 
     text: str
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
     nearest: Callable[[Any], Sequence[object]] = lambda value: ()
 
 
-def value_problem(path: str, value: object, rule: Rule) -> str:
+def value_problem(path: str, value: object, constraint: Constraint) -> str:
     typed = show(value)
-    is_text = isinstance(value, int | float) and rule.holds(typed)  # a number or a truth value, unless quoted
+    # A number or a truth value, unless quoted.
+    is_text = isinstance(value, int | float) and constraint.is_valid(typed)
     hint = f" To give {typed} as text: '{path}=\"{typed}\"'." if is_text else ""
-    return f"{path}={typed}: must be {rule.text}.{suggestion(map(show, rule.nearest(value)))}{hint}"
+    near = suggestion(map(show, constraint.nearest(value)))
+    return f"{path}={typed}: must be {constraint.text}.{near}{hint}"
 
 
-def rule_of(kind: object) -> Rule:
-    """The rule of a field's type. A union accepts what any of its members accepts."""
+def constraint_of(kind: object) -> Constraint:
+    """The constraint of a field's type. A union accepts what any of its members accepts."""
     members = get_args(kind)
     if get_origin(kind) is Annotated:
-        rule = members[1]
-        assert isinstance(rule, Rule)
-        return rule
+        constraint = members[1]
+        assert isinstance(constraint, Constraint)
+        return constraint
     if get_origin(kind) is Literal:
         return one_of(*members)
     if get_origin(kind) in (Union, types.UnionType):
         null_first = sorted(members, key=lambda member: member is not types.NoneType)
-        return either(*map(rule_of, null_first))
+        return either(*map(constraint_of, null_first))
     return {bool: flag, types.NoneType: null}[kind]
 
 
-def either(*rules: Rule) -> Rule:
-    return Rule(
-        " or ".join(rule.text for rule in rules),
-        lambda value: any(rule.holds(value) for rule in rules),
-        lambda value: [near for rule in rules for near in rule.nearest(value)],
+def either(*constraints: Constraint) -> Constraint:
+    return Constraint(
+        " or ".join(each.text for each in constraints),
+        lambda value: any(each.is_valid(value) for each in constraints),
+        lambda value: [near for each in constraints for near in each.nearest(value)],
     )
 
 
-def one_of(*choices: str) -> Rule:
+def one_of(*choices: str) -> Constraint:
     text = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    return Rule(text, lambda value: value in choices, lambda value: nearest(show(value), choices))
+    return Constraint(text, lambda value: value in choices, lambda value: nearest(show(value), choices))
 
 
 def is_number(value: object) -> bool:
@@ -76,38 +78,38 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def whole(low: int, high: int = 2**53) -> Rule:
-    return Rule(
+def whole(low: int, high: int = 2**53) -> Constraint:
+    return Constraint(
         f"a whole number of at least {low}",
         lambda value: is_whole(value) and low <= value <= high,
     )
 
 
-def number(text: str, holds: Callable[[float], bool]) -> Rule:
-    return Rule(f"a number {text}", lambda value: is_number(value) and holds(value))
+def number(text: str, is_valid: Callable[[float], bool]) -> Constraint:
+    return Constraint(f"a number {text}", lambda value: is_number(value) and is_valid(value))
 
 
-def power_of_two(high: int) -> Rule:
-    return Rule(
+def power_of_two(high: int) -> Constraint:
+    return Constraint(
         f"a power of two up to 2**{high.bit_length() - 1}",
         lambda value: is_whole(value) and 0 < value <= high and value & (value - 1) == 0,
     )
 
 
-def string(text: str, holds: Callable[[str], bool]) -> Rule:
-    return Rule(text, lambda value: isinstance(value, str) and holds(value))
+def string(text: str, is_valid: Callable[[str], bool]) -> Constraint:
+    return Constraint(text, lambda value: isinstance(value, str) and is_valid(value))
 
 
-def matching(text: str, pattern: str) -> Rule:
+def matching(text: str, pattern: str) -> Constraint:
     return string(text, lambda value: re.fullmatch(pattern, value) is not None)
 
 
-def list_of(rule: Rule, text: str) -> Rule:
-    return Rule(text, lambda value: isinstance(value, list | tuple) and all(map(rule.holds, value)))
+def list_of(each: Constraint, text: str) -> Constraint:
+    return Constraint(text, lambda value: isinstance(value, list | tuple) and all(map(each.is_valid, value)))
 
 
-null = Rule("null", lambda value: value is None)
-flag = Rule("true or false", lambda value: isinstance(value, bool))
+null = Constraint("null", lambda value: value is None)
+flag = Constraint("true or false", lambda value: isinstance(value, bool))
 name = matching(
     "a name of letters, digits, '.', '_' and '-' that begins with a letter or digit",
     r"[A-Za-z0-9][A-Za-z0-9._-]*",
@@ -116,9 +118,11 @@ text = string("a string without NUL characters", lambda value: value.strip() != 
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
 names = list_of(name, "a list of names")
 shares = list_of(number("above 0", lambda value: value > 0), "a list of numbers above 0, one for each rank")
-trackers = Rule(  # other names than these are checked where recipe files are known
+trackers = Constraint(  # other names than these are checked where recipe files are known
     f"one of {', '.join(TRACKERS)}, or a list of different ones without none",
-    lambda value: name.holds(value) or (names.holds(value) and len(value) == len({*value} - {"none"}) > 0),
+    lambda value: (
+        name.is_valid(value) or (names.is_valid(value) and len(value) == len({*value} - {"none"}) > 0)
+    ),
 )
 
 Name = Annotated[str, name]
