@@ -119,7 +119,7 @@ class Heartbeat:
         self.exit_records = exit_records  # of all ranks
         self.failed_s: float | None = None  # when this rank failed, in unix seconds
         self._number, self._step, self._since_s = 0, 0, time.monotonic()
-        self._under_way = self._user_code = False
+        self._has_stepped = self._user_code = False
         if exit_records is None:
             self._write()
 
@@ -177,12 +177,12 @@ class Heartbeat:
 
     def first_step_done(self) -> None:
         """Record that this rank has completed a step since it started: other limits hold from then on."""
-        self._under_way = True
+        self._has_stepped = True
         self._write()
 
     def _write(self) -> None:
         # Not pack_into: it clears the row first, and a reader could see a rank that never started.
-        place = _PLACE.pack(self._number, self._step, self._since_s, self._under_way, self._user_code)
+        place = _PLACE.pack(self._number, self._step, self._since_s, self._has_stepped, self._user_code)
         self._row[: _PLACE.size] = place
 
 

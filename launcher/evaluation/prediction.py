@@ -27,7 +27,7 @@ from launcher.recipe.contract import ModelBuilder, Recipe, normalisation_of
 from launcher.recipe.registry import look_up, registry_of
 
 FACTS = "prediction.json"
-AT_ONCE = 64  # samples of a forward pass
+BATCH_SIZE = 64  # samples of a forward pass
 
 
 def facts_of(recipe: Recipe, recipes_path: str | None = None) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class Predictor:
         if not file.is_file():
             raise DataError(f"{file}: there is no such file.")
         samples = self._samples(file)
-        for begin in range(0, len(samples), AT_ONCE):
+        for begin in range(0, len(samples), BATCH_SIZE):
             try:
-                found = self._logits(samples[begin : begin + AT_ONCE])
+                found = self._logits(samples[begin : begin + BATCH_SIZE])
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # torch's, of shapes

@@ -31,7 +31,7 @@ from launcher.recipe.contract import ModelBuilder, Recipe, Schedule, with_label_
 from launcher.user_code import short_traceback
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 TOP_LEVEL = (
     'A function of your own is found if the line above it marks it, as @recipe("name") marks a recipe, and a '
@@ -167,7 +167,7 @@ def _where(error: BaseException, file: Path) -> str:
     return f"line {line}: {described(error)}" if line else described(error)
 
 
-def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
+def look_up(key: str, name: str, known: Mapping[str, Value]) -> Value:
     if name not in known:
         raise ConfigError(f"{unknown_name(f'{key}={name}', name, sorted(known))} {TOP_LEVEL}")
     return known[name]

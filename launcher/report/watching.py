@@ -21,7 +21,7 @@ from launcher.telemetry.events import GpuEvent, WarningEvent
 from launcher.telemetry.formatting import duration, metric, number, percent, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
-SETTLE_S = 15.0  # for which a run that was killed may still be restarted, as by torchrun
+RESTART_GRACE_S = 15.0  # for which a run that was killed may still be restarted, as by torchrun
 BAR = 20  # characters, each 5 % of the run
 LONGEST_NAME = 40  # characters of a job's name, of which the end is shown
 SHOWN_JOBS = 5  # that are left
@@ -60,7 +60,7 @@ class RunView:
         life = self.record.life
         if self.state in GOING or life.holder_has_ended is False:
             return False
-        return self.state != KILLED or life.age_s is None or life.age_s >= SETTLE_S
+        return self.state != KILLED or life.age_s is None or life.age_s >= RESTART_GRACE_S
 
     @property
     def state(self) -> str:

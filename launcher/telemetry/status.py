@@ -18,7 +18,13 @@ from launcher.run_dir.status import FILE_NAME, Status
 from launcher.telemetry.stream import Sink
 
 EVERY_S = 5.0  # half of the documented 10 s, which leaves room for the current step
-AT_ONCE = (events.StartEvent, events.EvalEvent, events.CheckpointEvent, events.RestartEvent, events.EndEvent)
+WRITTEN_AT_ONCE = (
+    events.StartEvent,
+    events.EvalEvent,
+    events.CheckpointEvent,
+    events.RestartEvent,
+    events.EndEvent,
+)
 LEFT_OUT = ("event", "time", "epoch", "higher_is_better")  # of the latest events
 
 
@@ -45,7 +51,7 @@ class StatusFile(Sink):
         else:
             self._take_step()
             self._status = self._after(event)
-        if isinstance(event, AT_ONCE):
+        if isinstance(event, WRITTEN_AT_ONCE):
             self._published = -inf
         if self._due():
             self._publish()

@@ -22,7 +22,7 @@ from launcher.report.overview import state_text
 from launcher.report.run import Run
 from launcher.report.run_state import KILLED, NO_RESULT
 from launcher.report.watching import (
-    SETTLE_S,
+    RESTART_GRACE_S,
     RunView,
     SweepView,
     job_line,
@@ -109,7 +109,7 @@ def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     assert "Ctrl-C" not in "\n".join(run_screen(view))
     assert state_text(Run.read(run_dir)) == "killed"
     assert not view.has_ended, "another process may resume it"
-    write_status(run_dir, "running", age_s=SETTLE_S)
+    write_status(run_dir, "running", age_s=RESTART_GRACE_S)
     assert RunView(run_dir).view(NOW).has_ended
     write_status(run_dir, "running", age_s=200.0)
     view = RunView(run_dir).view(NOW)
@@ -133,8 +133,8 @@ UNKNOWN = Holder.of("123")  # of an older version, or of another machine
         (None, 1.0, NO_RESULT, True),
         (Holder.this, 1e6, "running", False),
         (lambda: UNKNOWN, 1e6, "running", False),
-        (lambda: ended_process(), SETTLE_S - 1, KILLED, False),
-        (lambda: ended_process(), SETTLE_S, KILLED, True),
+        (lambda: ended_process(), RESTART_GRACE_S - 1, KILLED, False),
+        (lambda: ended_process(), RESTART_GRACE_S, KILLED, True),
     ],
 )
 def test_a_run_without_a_status_is_judged_by_its_process_and_its_last_event(

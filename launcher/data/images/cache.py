@@ -26,7 +26,7 @@ from launcher.data.images.image_file import UInt8Array, decode, shrunk
 from launcher.data.images.image_index import ImageIndex
 from launcher.errors import DataError, DataWarning
 
-AT_ONCE = 256  # images that are decoded before they are written
+DECODED_AT_ONCE = 256  # images that are decoded before they are written
 LOGGED_S = 30.0  # between two lines about the progress
 
 log = logging.getLogger("launcher")
@@ -80,8 +80,8 @@ def _build(path: Path, images: ImageIndex, side: int) -> None:
     logged = time.monotonic()
     try:
         with open(partial, "wb") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for first in range(0, count, AT_ONCE):
-                indices = range(first, min(first + AT_ONCE, count))
+            for first in range(0, count, DECODED_AT_ONCE):
+                indices = range(first, min(first + DECODED_AT_ONCE, count))
                 for index, pixels in zip(indices, pool.map(read, indices), strict=True):
                     if pixels is not None:
                         sizes[index] = pixels.shape[:2]

@@ -32,7 +32,7 @@ from launcher.sweep.state import SweepJob
 FOLDER = "slurm"  # in the sweep's: the batch scripts, and what they print
 EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
 QUEUED = 4  # jobs that wait in Slurm's queue, so that it can start one at once
-SETTLE_S = 10.0  # until what a job wrote last is seen here: attributes of files on NFS are kept for seconds
+NFS_CACHE_S = 10.0  # until what a job wrote last is seen here: NFS keeps attributes of files for seconds
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo")
 COMMAND_S = 60.0  # for a command of Slurm, whose daemon may be busy
 # How often in a row squeue may fail before the sweep ends, and how long it is left alone in between: a
@@ -146,7 +146,7 @@ class SlurmLauncher(JobLauncher):
             return
         each.gone_s = each.gone_s or time.monotonic()
         code = _end_of(each.directory, each.since)
-        if code is None and not each.stopped and time.monotonic() - each.gone_s < SETTLE_S:
+        if code is None and not each.stopped and time.monotonic() - each.gone_s < NFS_CACHE_S:
             return
         if code == PreemptedError.exit_code and not each.stopped:
             # Slurm has asked it to leave for another job, or before a time limit: it resumes.
