@@ -89,17 +89,13 @@ class Agent:
     def _polled(self, group: WorkerGroup) -> RunOutcome | None:
         """How the run ends, or RESTART, once all workers have ended."""
         self._forward_signals(group)
-        try:
-            own = group.poll()
-            if own is not None:
-                own = replace(own, stop=self._signals.stop or 0)
-            outcome = self._nodes.outcome(own, group)
-            if outcome is not None and outcome.exit_code not in (0, RESTART):
-                self._restart_or_raise(outcome)
-                outcome = RunOutcome(RESTART, micro_batch=outcome.micro_batch)
-        except LauncherError as error:
-            self._nodes.publish_outcome(RunOutcome(error.exit_code, str(error)))
-            raise
+        own = group.poll()
+        if own is not None:
+            own = replace(own, stop=self._signals.stop or 0)
+        outcome = self._nodes.outcome(own, group)
+        if outcome is not None and outcome.exit_code not in (0, RESTART):
+            self._restart_or_raise(outcome)
+            outcome = RunOutcome(RESTART, micro_batch=outcome.micro_batch)
         if outcome is not None:
             self._nodes.publish_outcome(outcome)
         return outcome

@@ -7,6 +7,7 @@ The protocol, by the keys of node 0's TCPStore:
   delays a parent. Its `group_result` says how its workers have ended.
 - Node 0 reads all statuses. Once the workers of some node have failed, its own status has `end_workers`, and
   the others end theirs. Once all have ended, it has the `outcome`: done, restart or an error.
+- A node that ends with an error has it as its `outcome`. Those that wait for it to begin an attempt end too.
 - A node without a new status is gone. Then each parent ends, and the same command resumes the run.
 
 Imports torch only where it is used.
@@ -14,12 +15,13 @@ Imports torch only where it is used.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.codec import decoded, encoded
@@ -27,7 +29,7 @@ from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
 from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.store import ANSWER_S, set_tcp_timeouts
-from launcher.errors import StalledError
+from launcher.errors import LauncherError, StalledError
 from launcher.launch.root_cause import DONE, GroupResult, RunOutcome, outcome_of
 from launcher.os.signals import StopSignal
 
@@ -53,6 +55,11 @@ class SingleNode:
         return self
 
     def __exit__(self, *error: object) -> None: ...
+
+    def raise_if_stopped(self, signals: StopSignal) -> None:
+        """Raise JobFailed if this parent was asked to stop before it has started workers."""
+        if (stop := signals.stop) is not None:
+            raise JobFailed(f"stopped by {stop.name} before the workers started", 128 + stop)
 
     def next_rendezvous(self, num_workers: int, signals: StopSignal) -> tuple[int, int]:
         """Begin the next attempt: the lowest rank of this machine's workers, and the number of all ranks."""
@@ -94,7 +101,10 @@ class MultiNode(SingleNode):
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1]
+        if isinstance(error, LauncherError):
+            self.publish_outcome(RunOutcome(error.exit_code, str(error)))
         self._over.set()
         self._thread.join(ANSWER_S)
 
@@ -110,8 +120,8 @@ class MultiNode(SingleNode):
             self._store.set(workers[self.rank], str(num_workers))
             # Waited for in Python: a wait of the store would not see a signal.
             while late := [node for node, key in enumerate(workers) if not self._store.check([key])]:
-                if (stop := signals.stop) is not None:
-                    raise JobFailed(f"stopped by {stop.name} before the workers started", 128 + stop)
+                self.raise_if_stopped(signals)
+                self._raise_published()
                 if attempt > 0:  # before that a node is silent while it imports torch
                     self._raise_if_silent(self._others, self._limits.hang_timeout_s)
                 if time.monotonic() > deadline:
@@ -141,6 +151,7 @@ class MultiNode(SingleNode):
         self._status |= {"outcome": asdict(outcome)}
 
     def _poll_as_node0(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
+        self._raise_published()
         results = {} if own is None else {RANK0: own}
         for node in self._others:
             if "group_result" in (status := self._status_of(node)):
@@ -157,18 +168,24 @@ class MultiNode(SingleNode):
         return None
 
     def _poll_as_follower(self, own: GroupResult | None, group: WorkerGroup) -> RunOutcome | None:
+        self._raise_published()
         status = self._status_of(RANK0)
         if self._statuses.get(RANK0, self._status)["attempt"] > self._status["attempt"]:
             return RunOutcome(RESTART)  # it has begun before its outcome was read
         if published := status.get("outcome"):
-            decided = RunOutcome(**published)
-            if decided.exit_code not in (0, RESTART):
-                raise decided.error()
-            return decided
+            return RunOutcome(**published)
         if own is None and "end_workers" in status:
             group.end_like_other_node(status["end_workers"])
         self._raise_if_silent([RANK0], self._limits.hang_timeout_s if own is None else SILENCE_LIMIT_S)
         return None
+
+    def _raise_published(self) -> None:
+        """Raise the error with which another node says that it has ended; of another than node 0 its name."""
+        for node, status in self._statuses.items():
+            outcome = RunOutcome(**status.get("outcome", {"exit_code": RESTART}))
+            if outcome.exit_code not in (0, RESTART):
+                named = f"node {node} ({status['host']}): {outcome.text}"
+                raise (outcome if node == RANK0 else replace(outcome, text=named)).error()
 
     def _raise_if_silent(self, nodes: Sequence[int], silence_limit_s: float) -> None:
         now = time.monotonic()
@@ -198,21 +215,23 @@ class MultiNode(SingleNode):
         """Publish and read statuses, until the end; the last one is published after it."""
         from torch.distributed import DistError
 
-        others = [f"{self._prefix}/{node}" for node in self._others]
-        before: list[bytes] = [b""] * len(others)
+        keys = {node: f"{self._prefix}/{node}" for node in self._others}
+        before: dict[int, bytes] = {}
         try:
             set_tcp_timeouts(self._limits.hang_timeout_s)
-            beat, over = 0, False
-            while not over:
+            for beat in itertools.count():
                 over = self._over.wait(EXCHANGE_EVERY_S)
-                beat += 1
                 status = {**self._status, "beat": beat, "host": self.host}  # a new text each time
                 store.set(f"{self._prefix}/{self.rank}", json.dumps(status))
-                if not over and store.check(others):
-                    texts = store.multi_get(others)
-                    self._statuses = dict(zip(self._others, map(json.loads, texts), strict=True))
-                    for node, text, last in zip(self._others, texts, before, strict=True):
-                        if text != last:
+                if over:
+                    break
+                if len(before) < len(keys):  # some have not begun yet
+                    keys_present = {node: key for node, key in keys.items() if store.check([key])}
+                if keys_present:
+                    texts = dict(zip(keys_present, store.multi_get([*keys_present.values()]), strict=True))
+                    self._statuses = {node: json.loads(text) for node, text in texts.items()}
+                    for node, text in texts.items():
+                        if text != before.get(node):
                             self._last_seen_s[node] = time.monotonic()
                     before = texts
         except DistError:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import ON_REQUEST, LauncherError
 from launcher.launch.multi_node import SingleNode
@@ -50,11 +49,10 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
             from launcher.launch.agent import Agent
             from launcher.launch.worker_process import WorkerSpec
 
-            if (stop := signals.stop) is not None:
-                raise JobFailed(f"stopped by {stop.name} before the workers started", 128 + stop)
             # A file without a name, in memory: other users cannot open it, no full disk can cut its records
             # short, and it is gone with the processes.
             with open(os.memfd_create("launcher-store"), "rb") as store, nodes:
+                nodes.raise_if_stopped(signals)
                 work = WorkerSpec(config, heartbeats, os.getpid(), handled, store.fileno())
                 Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
