@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), data)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: comparable(value[key]) for key in sorted(value)}  # the order of a file is no matter
     if hasattr(value, "__dataclass_fields__"):
         return {name: comparable(getattr(value, name)) for name in value.__dataclass_fields__}

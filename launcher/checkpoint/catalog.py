@@ -42,7 +42,8 @@ _STEP = re.compile(r"step-(\d{8,})")
 class ResumeChoice:
     """The chosen checkpoint, None for a fresh start, and why others were skipped, by name: damaged ones.
 
-    `snapshot` is its content, once it has been read to resume from.
+    `snapshot` is its content, once it has been read to resume from. Its weights, optimizer states and average
+    are sent by rank 0 when all ranks ask for them, each once and in one order.
     """
 
     path: Path | None
@@ -137,7 +138,7 @@ def _refuse_link(path: Path) -> None:
 def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdentity) -> ResumeChoice:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
-    Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.
+    Rank 0 chooses, verifies and reads, whatever the others see themselves.
     `resume_from`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path
     of a checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it
     has an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or format,

@@ -47,10 +47,10 @@ def weights_of(run_dir: Path, best: bool = False, averaged: bool = True) -> RunW
     """
     checkpoint = _choose(run_dir / CHECKPOINTS, best)
     snapshot = load(checkpoint)
-    tensors = snapshot.engine.weights | snapshot.engine.buffers
+    tensors = {**snapshot.engine.weights, **snapshot.engine.buffers}
     average = snapshot.average if averaged else None
     if average is not None:
-        tensors |= average.weights | average.buffers
+        tensors |= {**average.weights, **average.buffers}
     named = {key: tensors[name] for key, name in snapshot.names.items()}
     return RunWeights(named, checkpoint, average is not None, snapshot.progress.step, snapshot.metric)
 

@@ -183,12 +183,11 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def restore(
     stepper: Stepper, snapshot: Snapshot, env: WorkerEnv, average: ExponentialMovingAverage | None = None
 ) -> ScaleStart:
-    """Continue from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
+    """Continue from `snapshot`. A collective.
 
     Returns whether the loss scale is that of the snapshot, as `Stepper.load` does. Where it has no average,
-    `average` starts from its weights. Raises ConfigError on all
-    ranks for the state of another model or optimizer. On another number of ranks, all start with the same
-    buffers.
+    `average` starts from its weights. Raises ConfigError on all ranks for the state of another model or
+    optimizer. On another number of ranks, all start with the same buffers.
     """
     engine, averages = snapshot.engine, snapshot.average
     if env.world_size == snapshot.world_size:

@@ -38,6 +38,7 @@ from launcher.checkpoint.tensors import (
     write_tensors,
 )
 from launcher.config.codec import decoded, encoded
+from launcher.engine.state import LazyTensors
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import failing_as_storage_error
 
@@ -132,7 +133,7 @@ def _write_files(directory: Path, snapshot: Snapshot, pause: Pause) -> None:
     state = encoded(_with_tensors(snapshot, {}, (), ()))
     state |= {"weights": [*engine.weights], "buffers": [*engine.buffers]}
     files = {
-        WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, pause),
+        WEIGHTS: write_tensors(directory / WEIGHTS, {**engine.weights, **engine.buffers}, metadata, pause),
         OPTIMIZER: write_tensors(directory / OPTIMIZER, _resume_tensors(snapshot), metadata, pause),
         STATE: write_bytes(directory / STATE, json.dumps(state, indent=1).encode()),
     }
@@ -142,7 +143,8 @@ def _write_files(directory: Path, snapshot: Snapshot, pause: Pause) -> None:
 
 def _resume_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
-    parts = {OPTIMIZER_STATE: snapshot.engine.optimizer, BY_RANK: snapshot.rank_buffers}
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    parts |= {OPTIMIZER_STATE: snapshot.engine.optimizer, BY_RANK: snapshot.rank_buffers}
     if average := snapshot.average:
         parts |= {AVERAGE: average.weights, AVERAGE_BUFFER: average.buffers}
         parts[AVERAGE_BY_RANK] = snapshot.average_buffers
@@ -163,22 +165,30 @@ def _with_tensors(
     """The snapshot with these tensors in place of its own; of the first file, those of the two lists."""
     engine = replace(
         snapshot.engine,
-        weights={name: tensors[name] for name in weights},
+        weights=_renamed(tensors, {name: name for name in weights}),
         buffers={name: tensors[name] for name in buffers},
         optimizer=_under(OPTIMIZER_STATE, tensors),
     )
     average = snapshot.average and replace(
-        snapshot.average, weights=_under(AVERAGE, tensors), buffers=_under(AVERAGE_BUFFER, tensors)
+        snapshot.average, weights=_under(AVERAGE, tensors), buffers=dict(_under(AVERAGE_BUFFER, tensors))
     )
-    by_rank, averages_by_rank = _under(BY_RANK, tensors), _under(AVERAGE_BY_RANK, tensors)
+    by_rank, averages_by_rank = dict(_under(BY_RANK, tensors)), dict(_under(AVERAGE_BY_RANK, tensors))
     return replace(
         snapshot, engine=engine, average=average, rank_buffers=by_rank, average_buffers=averages_by_rank
     )
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors whose names have the prefix, by their names without it."""
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    return _renamed(tensors, {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)})
+
+
+def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> Mapping[str, Tensor]:
+    """The tensors of these names, given by the name that each gets."""
+    if not isinstance(tensors, LazyTensors):
+        return {new: tensors[old] for new, old in names.items()}
+    forms = {new: tensors.forms[old] for new, old in names.items()}
+    return LazyTensors(forms, lambda new: tensors[names[new]])
 
 
 def _exchange(new: Path, old: Path) -> None:

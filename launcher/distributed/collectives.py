@@ -21,6 +21,7 @@ from torch import Tensor
 import launcher.engine.async_work as async_work
 import launcher.errors
 from launcher.distributed.env import RANK0, WorkerEnv, format_ranks
+from launcher.engine.state import LazyTensors
 from launcher.errors import LauncherError
 
 CONTENT, ERROR = b"+", b"-"
@@ -55,28 +56,32 @@ def broadcast_bytes(env: WorkerEnv, data: bytes, sender: int) -> bytes:
     return content[:-1].cpu().numpy().tobytes()
 
 
-def broadcast_tensors(env: WorkerEnv, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rank 0's tensors by name, on the CPU of all ranks; what the others give is ignored. A collective."""
-    own = tensors if env.is_rank0 else {}
-    forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
-    received = json.loads(broadcast_bytes(env, json.dumps(forms).encode(), RANK0))
-    found = {}
-    for name, (dtype, shape) in received.items():
-        tensor = own[name].contiguous() if env.is_rank0 else torch.empty(shape, dtype=getattr(torch, dtype))
-        _broadcast_tensor(env, tensor)
-        found[name] = tensor
-    return found
+def broadcast_tensors(env: WorkerEnv, tensors: Mapping[str, Tensor]) -> LazyTensors:
+    """Rank 0's tensors by name, each on the CPU of all ranks once it is asked for.
 
+    What the others give is ignored. A collective, and so is each tensor: no rank needs host memory for more
+    than one beside those that it keeps.
+    """
+    own = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    received = json.loads(broadcast_bytes(env, json.dumps(own).encode(), RANK0))
+    forms = {name: (torch.Size(shape), getattr(torch, dtype)) for name, (dtype, shape) in received.items()}
+    # One for all: a work of Gloo keeps its tensor for a second after it has ended.
+    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=env.device)
 
-def _broadcast_tensor(env: WorkerEnv, tensor: Tensor) -> None:
-    """Fill a contiguous tensor of the CPU with rank 0's, piece by piece over the device of the group."""
-    if env.group is None or not tensor.numel():
-        return
-    for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
-        there = piece.to(env.device)
-        async_work.broadcast(there, env.group, RANK0)
-        if not env.is_rank0 and there is not piece:
-            piece.copy_(there)
+    def receive(name: str) -> Tensor:
+        shape, dtype = forms[name]
+        tensor = tensors[name].contiguous() if env.is_rank0 else torch.empty(shape, dtype=dtype)
+        if env.group is not None and tensor.numel():
+            for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
+                there = buffer[: len(piece)]
+                if env.is_rank0:
+                    there.copy_(piece)
+                async_work.broadcast(there, env.group, RANK0)
+                if not env.is_rank0:
+                    piece.copy_(there)
+        return tensor
+
+    return LazyTensors(forms, receive)
 
 
 def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

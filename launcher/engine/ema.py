@@ -7,7 +7,7 @@ averages of its own shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class AverageState:
     `applied` is the number of applied steps at the latest pass.
     """
 
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
     counters: dict[str, int]
 

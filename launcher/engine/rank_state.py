@@ -64,7 +64,7 @@ class RankState:
     def load(self, state: EngineState) -> ScaleStart:
         """Restore `state`. Raises ValueError, before anything is changed, for the state of another model.
 
-        A collective where the optimizer is sharded.
+        A collective where the optimizer is sharded, or another rank sends the state.
         """
         check_model_state(self.model, state)
         check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))

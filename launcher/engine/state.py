@@ -6,7 +6,7 @@ sharding or the order of parameters, so a run may resume with different ones. Kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,28 @@ from launcher.engine.precision.policy import ScaleMode
 Form = tuple[torch.Size, torch.dtype]
 
 
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each made anew when it is asked for, so that they are never in memory together.
+
+    Where another rank sends them that is a collective: all ranks ask for the same ones in one order.
+    """
+
+    def __init__(self, forms: Mapping[str, Form], make: Callable[[str], Tensor]) -> None:
+        self.forms, self._make = forms, make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.forms
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.forms)
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+
 @dataclass(frozen=True)
 class EngineState:
     """The state of a Stepper: tensors by name, each with the shape of its parameter or buffer.
@@ -30,11 +52,11 @@ class EngineState:
     that are fp64 or not floating-point keep their dtype. `counters` are those of the loss scale:
     its exponent, growth and hysteresis trackers, applied and skipped steps.
 
-    Its fields are dicts, ints, a string and None, as Stepper.state_dict() has them.
+    Its fields are mappings, ints, a string and None, as Stepper.state_dict() has them.
     """
 
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
     counters: dict[str, int]
     reference_count: int | None = None  # n0; None before the first step, where it was not given
@@ -76,6 +98,8 @@ def check_model_state(model: nn.Module, state: EngineState) -> None:
 
 def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
     """What a state must have in their place."""
+    if isinstance(tensors, LazyTensors):
+        return dict(tensors.forms)
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -87,14 +111,13 @@ def check_forms(
     `widens`: what is expected in fp32 may be half.
     """
     check_names(kind, set(expected), set(given))
+    found = forms_of(given)
     for name, (shape, dtype) in expected.items():
-        found = given[name]
-        if found.shape != shape:
-            problem = f"has shape {tuple(found.shape)} in the state and {tuple(shape)} in the model"
-        elif found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):
-            problem = f"is {found.dtype} in the state and must be {dtype}"
-        elif found.is_meta:
-            problem = "has no values"
+        its_shape, its_dtype = found[name]
+        if its_shape != shape:
+            problem = f"has shape {tuple(its_shape)} in the state and {tuple(shape)} in the model"
+        elif its_dtype != dtype and not (widens and dtype == torch.float32 and its_dtype in HALF):
+            problem = f"is {its_dtype} in the state and must be {dtype}"
         else:
             continue
         raise ValueError(

@@ -283,7 +283,8 @@ class Stepper:
 
         The result says whether the loss scale was restored: only a dynamic one is, if this run's mode and
         limits allow it. Raises ValueError, before anything is changed, for the state of another model or
-        optimizer. Between steps only. A collective where the optimizer is sharded.
+        optimizer. Between steps only. A collective where the optimizer is sharded, or another rank sends
+        the state.
         """
         self._step.check_between_steps("load()")
         self._parts.attached_params.check()

@@ -93,7 +93,7 @@ def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
 
 def ema_sha256(stepper: Stepper, average: ExponentialMovingAverage, env: WorkerEnv) -> str:
     """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
-    return _digest(_frozen(stepper) | average.state(RANK0).weights, env)
+    return _digest({**_frozen(stepper), **average.state(RANK0).weights}, env)
 
 
 def _frozen(stepper: Stepper) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher.distributed.collectives import broadcast_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.engine.state import EngineState
@@ -209,3 +211,36 @@ def test_the_state_of_another_model_is_refused_before_anything_changes() -> None
     with pytest.raises(ValueError, match="of the optimizer states"):
         stepper.load(replace(Stepper(conv_net(), SGD(0.1, 0.9)).state()))
     assert state_digest(stepper) == before
+
+
+TENSOR_BYTES = 40 << 20  # above 32 MiB the C library returns what is freed to the system at once
+
+
+def memory_to_load(env: WorkerEnv, sharded: bool) -> tuple[int, list[float]]:
+    """How far the memory of this rank grows while it takes the state of rank 0, and what it has then."""
+    layers = [torch.nn.Linear(2048, TENSOR_BYTES // 4 // 2048, bias=False) for _ in range(4)]
+    ddp = DDPOptions(shard_optimizer=sharded)
+    stepper = Stepper(torch.nn.Sequential(*layers), SGD(0.1, 0.9), Policy.named("fp32"), env.group, ddp=ddp)
+    forms = stepper.zero1.forms
+    states = [f"{state}/{name}" for state in stepper.updater.optimizer.states for name in forms]
+    sent = {}
+    for part, names in {"weights": [*forms], "optimizer": states}.items():
+        values = enumerate(names) if env.is_rank0 else ()
+        own = {name: torch.full(forms[name.rpartition("/")[2]][0], float(value)) for value, name in values}
+        sent[part] = broadcast_tensors(env, own)
+    for tensor in stepper.updater.tensors():
+        tensor.fill_(-1)  # memory that was never written to is no memory yet
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stepper.load(EngineState(**sent, buffers={}, counters=stepper.counters()))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    state = stepper.state()
+    return grown * 1024, [float(each.mean()) for each in (*state.weights.values(), *state.optimizer.values())]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_takes_the_state_of_rank_0_tensor_by_tensor(sharded: bool) -> None:
+    """8 tensors of 40 MiB, of which no rank has more than one at a time beside its own state."""
+    (_, there), (grown, here) = run_ranks(2, memory_to_load, sharded)
+    assert there == here == [*range(4), *range(4)]
+    gathered = 4 if sharded else 0  # Gloo keeps the weights that it has gathered for a second
+    assert grown < (3 + gathered) * TENSOR_BYTES

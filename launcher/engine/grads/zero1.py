@@ -76,15 +76,21 @@ class Zero1:
         """fp32 values by shard: the masters, or widened weights where there are none."""
         return [shard.main_params() for shard in self.shards]
 
-    def scatter(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
-        """The inverse of `gather_full`: copy values by parameter name into one flat tensor per shard."""
-        for tensor, (flat_buffer, part) in zip(tensors, self.places, strict=True):
+    def scatter(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor], prefix: str = "") -> None:
+        """The inverse of `gather_full`: copy values by parameter name into one flat tensor per shard.
+
+        `prefix` comes before the names. Asks for each parameter once, on all ranks in one order.
+        """
+        for flat_buffer in self._layout.flat_buffers:
+            places = zip(tensors, self.places, strict=True)
+            own = [(tensor, part) for tensor, (each, part) in places if each is flat_buffer]
             for param in flat_buffer.params:
-                inside = param.within(part)  # of `tensor`, the elements of this parameter
-                if inside.start < inside.stop:
-                    first = part.start + inside.start - param.offset  # in the parameter
-                    values = param.in_memory_order(named[param.name])
-                    tensor[inside].copy_(values[first : first + inside.stop - inside.start])
+                values = param.in_memory_order(named[prefix + param.name])
+                for tensor, part in own:
+                    inside = param.within(part)  # of `tensor`, the elements of this parameter
+                    if inside.start < inside.stop:
+                        first = part.start + inside.start - param.offset  # in the parameter
+                        tensor[inside].copy_(values[first : first + inside.stop - inside.start])
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""

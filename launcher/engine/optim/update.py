@@ -182,8 +182,7 @@ class Updater:
 
         def load() -> None:
             for position, state in enumerate(self.optimizer.states):
-                values = {name: named[f"{state}/{name}"] for name in zero1.forms}
-                zero1.scatter(values, [states[position] for states in self.states])
+                zero1.scatter(named, [states[position] for states in self.states], f"{state}/")
 
         return load
 
