@@ -243,4 +243,4 @@ def test_a_rank_takes_the_state_of_rank_0_tensor_by_tensor(sharded: bool) -> Non
     (_, there), (grown, here) = run_ranks(2, memory_to_load, sharded)
     assert there == here == [*range(4), *range(4)]
     gathered = 4 if sharded else 0  # Gloo keeps the weights that it has gathered for a second
-    assert grown < (3 + gathered) * TENSOR_BYTES
+    assert grown < (4 + gathered) * TENSOR_BYTES
