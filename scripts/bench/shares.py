@@ -31,7 +31,7 @@ from scripts.bench.interleaved import Figure, text_table, write
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {  # words and the batch, of some seconds: what a step costs beside its samples then counts little
     "resnet18": (("recipe=resnet18", "data=synthetic", "data.num_samples=8192"), 128),
-    "gpt": (("recipe=gpt",), 192),
+    "gpt": (("recipe=gpt",), 384),
 }
 WORDS = ("tracker=none", "train.log_every_steps=1", "data.val_fraction=0", "train.epochs=100000")
 FOUND_STEP, WARM_STEP = 20, 3  # from where on steps are counted
