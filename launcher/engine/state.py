@@ -118,6 +118,8 @@ def check_forms(
             problem = f"has shape {tuple(its_shape)} in the state and {tuple(shape)} in the model"
         elif its_dtype != dtype and not (widens and dtype == torch.float32 and its_dtype in HALF):
             problem = f"is {its_dtype} in the state and must be {dtype}"
+        elif not isinstance(given, LazyTensors) and given[name].is_meta:
+            problem = "has no values"
         else:
             continue
         raise ValueError(

@@ -205,6 +205,7 @@ def test_wrong_values_and_states_are_refused() -> None:
         replace(state, counters={}),
         replace(state, weights={name: value.half() for name, value in state.weights.items()}),
         replace(state, buffers={name: value.long() for name, value in state.buffers.items()}),
+        replace(state, buffers={**state.buffers, "4.running_var": torch.ones(8, device="meta")}),
         replace(state, counters={"applied": 1}),
     ):
         with pytest.raises(ValueError, match="the state does not fit"):
