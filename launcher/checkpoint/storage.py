@@ -143,8 +143,10 @@ def _write_files(directory: Path, snapshot: Snapshot, pause: Pause) -> None:
 
 def _resume_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
-    parts: dict[str, Mapping[str, Tensor]] = {}
-    parts |= {OPTIMIZER_STATE: snapshot.engine.optimizer, BY_RANK: snapshot.rank_buffers}
+    parts: dict[str, Mapping[str, Tensor]] = {
+        OPTIMIZER_STATE: snapshot.engine.optimizer,
+        BY_RANK: snapshot.rank_buffers,
+    }
     if average := snapshot.average:
         parts |= {AVERAGE: average.weights, AVERAGE_BUFFER: average.buffers}
         parts[AVERAGE_BY_RANK] = snapshot.average_buffers

@@ -54,7 +54,7 @@ class SingleNode:
     def __enter__(self) -> SingleNode:
         return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
 
     def raise_if_stopped(self, signals: StopSignal) -> None:
         """Raise JobFailed if this parent was asked to stop before it has started workers."""
@@ -101,8 +101,7 @@ class MultiNode(SingleNode):
         self._thread.start()
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        error = raised[1]
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if isinstance(error, LauncherError):
             self.publish_outcome(RunOutcome(error.exit_code, str(error)))
         self._over.set()
@@ -180,7 +179,7 @@ class MultiNode(SingleNode):
         return None
 
     def _raise_published(self) -> None:
-        """Raise the error with which another node says that it has ended; of another than node 0 its name."""
+        """Raise the error that another node has published as its end, with its name unless it is node 0."""
         for node, status in self._statuses.items():
             outcome = RunOutcome(**status.get("outcome", {"exit_code": RESTART}))
             if outcome.exit_code not in (0, RESTART):
